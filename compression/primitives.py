@@ -1,6 +1,7 @@
 """The exchange of a group of shards over the replicas: unencoded, or encoded between nodes."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ def summed(plan: ShardingPlan, *, packed: bool = False) -> Exchange:
     """Returns the exchange of unencoded shards: reduce-scattered to the optimizer's scope, or all-reduced.
 
     `packed` into one all-reduce: a layer's shards are small, and XLA does not combine their all-reduces in a loop. It
-    does combine the all-reduces of all layers at once.
+    does combine the all-reduces of all layers at once, except over gloo, where small shards are always packed: a ring's
+    messages take a round trip each.
     """
 
     def exchange_group(
@@ -42,18 +44,25 @@ def sums(plan: ShardingPlan, placements: Sequence[Placement], xs: Shards, *, pac
     rest = [i for i in range(len(xs)) if i not in scattered]
     group = plan.group([placements[i] for i in scattered], beyond, tensor_is_manual=True)
     chunks = group.reduce_scatter([xs[i] for i in scattered])
-    reduce = _packed if packed else lambda xs, axes: [lax.psum(x, axes) for x in xs]
+    reduce = partial(_packed, over_gloo=plan.over_gloo) if packed or plan.over_gloo else _one_by_one
     if layout.all_reduced_axes:
         chunks = reduce(chunks, layout.all_reduced_axes)
     found = zip([*scattered, *rest], [*chunks, *reduce([xs[i] for i in rest], layout.replica_axes)], strict=True)
     return [x for _, x in sorted(found, key=lambda item: item[0])]
 
 
-def _packed(xs: Shards, axes: Axes) -> Shards:
-    """Returns the sums over `axes` of tensors `[...]`, in one all-reduce."""
-    if not xs:
-        return []
-    return slice_apart(lax.psum(jnp.concatenate([x.reshape(-1) for x in xs]), axes), [x.shape for x in xs])
+def _one_by_one(xs: Shards, axes: Axes) -> Shards:
+    """Returns the sums over `axes` of tensors `[...]`."""
+    return [lax.psum(x, axes) for x in xs]
+
+
+def _packed(xs: Shards, axes: Axes, *, over_gloo: bool) -> Shards:
+    """Returns the sums over `axes` of tensors `[...]`, in as few all-reduces as `buckets` allows."""
+    found = dict[int, jax.Array]()
+    for bucket in buckets(range(len(xs)), [x.nbytes for x in xs], over_gloo=over_gloo):
+        total = lax.psum(jnp.concatenate([xs[i].reshape(-1) for i in bucket]), axes)
+        found |= zip(bucket, slice_apart(total, [xs[i].shape for i in bucket]), strict=True)
+    return [found[i] for i in range(len(xs))]
 
 
 def encoded(plan: ShardingPlan, codec: Codec, *, error_feedback: bool = True) -> Exchange:

@@ -32,6 +32,7 @@ from sharding.spec import ParamSpec, is_spec, place_all
 from sharding.state import state_shardings
 from sharding.step import first_state as begin
 from training.experiment import make_experiment
+from training.metrics_apart import of_all_at_once
 from training.optimizer_chain import of_all_replicas, watch
 from training.optimizers import guarded, make_optimizer
 
@@ -101,6 +102,10 @@ def test_a_run_with_a_residual_and_muon_sends_nothing_between_meetings() -> None
     _, metrics = step(ex.init_state(), jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), ex.batches.shapes))
     for name in ("loss", "weight", "grad_norm", "residual_norm"):
         assert {x.data.shape for x in metrics[name].addressable_shards} == {(1,)}, name
+    together = jax.jit(partial(of_all_at_once, whole=ex.replicated))
+    gathers = hlo.read_collectives(together.lower(metrics).compile().as_text() or "", ex.plan.layout.shape)
+    assert [c.kind for c in gathers] == ["all-gather"] * len({x.dtype for x in metrics.values() if x.ndim})
+    assert {k: v.item() for k, v in together(metrics).items()} == pytest.approx(of_all_replicas(metrics))
 
 
 @pytest.mark.slow

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from support import workload
 from support.tables import every_row
 
+from compression.primitives import sums
 from sharding import hlo
 from sharding.collectives import ALONE_BYTES, TensorGroup, reduce_scatter_chunks
 from sharding.mesh import MeshShape, find_nodes, make_mesh
@@ -93,3 +95,23 @@ def test_large_tensors_travel_unpacked() -> None:
         np.testing.assert_array_equal(copy, np.broadcast_to(x, (8, *x.shape)))
     kinds = [c.kind for c in hlo.read_collectives(compiled.as_text() or "", SHAPE)]
     assert kinds.count("all-gather") == 2 * 2  # two levels
+
+
+def test_small_tensors_share_an_all_reduce_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring takes its round trips once for all of them; a tensor of ALONE_BYTES has an all-reduce of its own."""
+    plan = workload.plan("decoder", strategy="mics", partition_size=2)
+    xs = [jnp.full((ALONE_BYTES // 4,), 2.0), jnp.arange(6.0).reshape(2, 3), jnp.ones(())]
+    placements = [Placement(dim=None, tensor_dim=None, ndim=x.ndim) for x in xs]
+
+    def found() -> tuple[list[jax.Array], int]:
+        everywhere = [PartitionSpec()] * len(xs)
+        run = lambda *xs: sums(plan, placements, xs)
+        mapped = jax.shard_map(run, mesh=plan.mesh, in_specs=tuple(everywhere), out_specs=everywhere)
+        lowered = jax.jit(mapped).lower(*xs)
+        return lowered.compile()(*xs), lowered.as_text().count("stablehlo.all_reduce")
+
+    wanted, apart = found()
+    monkeypatch.setattr(ShardingPlan, "over_gloo", True)
+    totals, together = found()
+    assert (apart, together) == (3, 2)
+    jax.tree.map(np.testing.assert_array_equal, totals, wanted)

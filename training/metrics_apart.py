@@ -1,9 +1,13 @@
 """`MetricsApart`: the metrics of drifting replicas (local SGD), averaged when the replicas sync."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
 
 from sharding.trees import Means
 from training.experiment import Experiment
@@ -14,7 +18,8 @@ class MetricsApart:
     """Keeps each replica's metrics `[R]` on its own devices."""
 
     def __init__(self, ex: Experiment) -> None:
-        self._add, self._together = jax.jit(_added), jax.jit(of_all_replicas, out_shardings=ex.replicated)
+        self._add = jax.jit(_added)
+        self._together = jax.jit(partial(of_all_at_once, whole=ex.replicated), out_shardings=ex.replicated)
         self._sums: Means = {}
 
     def add(self, metrics: Mapping[str, Any]) -> None:
@@ -31,6 +36,18 @@ class MetricsApart:
     def begin(self) -> None:
         """Starts the next means at the next step."""
         self._sums = {}
+
+
+def of_all_at_once(metrics: Means, *, whole: NamedSharding) -> Means:
+    """Returns the metrics of all replicas. One collective gathers those `[R]` of a dtype: each takes round trips."""
+    apart: dict[tuple[Any, ...], list[str]] = {}
+    for name, x in metrics.items():
+        if x.ndim:
+            apart.setdefault((x.dtype, x.shape), []).append(name)
+    for names in apart.values():
+        rows = lax.with_sharding_constraint(jnp.stack([metrics[name] for name in names]), whole)
+        metrics = {**metrics, **dict(zip(names, rows, strict=True))}
+    return of_all_replicas(metrics)
 
 
 def _added(sums: Means, metrics: Means) -> Means:
