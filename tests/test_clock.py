@@ -7,10 +7,11 @@ import pytest
 from support.planning import small
 
 from lab.clock.fleet import Fleet, run_rounds
-from lab.clock.gloo import ALL_TO_ALL, SEGMENT_BYTES, WIRE, GlooNetwork, network_of
+from lab.clock.gloo import ALL_TO_ALL, SEGMENT_BYTES, SYNC, WIRE, GlooNetwork, network_of
 from lab.clock.steps import step_time
 from launch.emulate.links import BURST_BYTES, Links
 from planner.compile import CompiledStep
+from sharding.collectives import ALONE_BYTES
 from sharding.hlo import Collective
 from sharding.mesh import MeshShape
 
@@ -22,13 +23,13 @@ def network(rate_bytes: float = inf, latency_s: float = 0.0, burst_bytes: float 
     return replace(links, node_bandwidth=rate_bytes, inter_latency_s=latency_s, burst_bytes=burst_bytes)
 
 
-def collective(kind: str, *sizes: int, nodes: int = NODES) -> Collective:
+def collective(kind: str, *sizes: int, nodes: int = NODES, label: str = "other") -> Collective:
     """Returns a collective of all nodes over arrays of some bytes."""
     payload = sum(sizes)
     sent = payload * (nodes - 1) / nodes * (2 if kind == "all-reduce" else 1)
     return Collective(
         kind=kind,
-        label="replica_all_reduce",
+        label=label,
         axes=("replica_inter",),
         dtype="u8",
         num_elements=payload,
@@ -66,6 +67,14 @@ def test_small_messages_take_a_round_trip_each(nodes: int) -> None:
     assert seconds(links, "all-reduce", 4, nodes=nodes) == pytest.approx((2 * trips + 1) * LATENCY_S)
     assert seconds(links, "all-to-all", 4096, nodes=nodes) == pytest.approx(2 * LATENCY_S)
     assert seconds(links, "collective-permute", 4096, nodes=nodes) == pytest.approx(2 * LATENCY_S)
+
+
+def test_the_small_arrays_of_a_replica_all_reduce_share_a_ring() -> None:
+    """As training packs them over gloo; an array of ALONE_BYTES has a ring of its own."""
+    links = network(rate_bytes=1e6, latency_s=LATENCY_S)
+    apart = [seconds(links, "all-reduce", size) for size in (ALONE_BYTES, 8192)]
+    packed = collective("all-reduce", 4096, ALONE_BYTES, 4096, label=SYNC)
+    assert links.level_seconds(packed)["inter"] == pytest.approx(sum(apart))
 
 
 def test_long_messages_hide_all_round_trips_but_one_in_each_ring() -> None:

@@ -13,8 +13,10 @@ import numpy as np
 
 from launch.emulate.links import BURST_BYTES, BURST_S, Links
 from planner.links import Network
+from sharding.collectives import buckets
 from sharding.hlo import Collective
 
+SYNC = "replica_all_reduce"  # the collectives of one step in H, with local SGD
 SEGMENT_BYTES = 1 << 20  # gloo's longest message of an all-reduce
 ITEM_BYTES = 4  # bytes per value of the arrays that are reduced
 WIRE = 8948 / 9014  # payload of a frame of 9000 bytes (TCP with time stamps), over its bytes with Ethernet's header
@@ -44,7 +46,7 @@ class GlooNetwork(Network):
             pass
         elif collective.kind == "all-reduce":
             byte_s = sent_s / (2 * (size - 1) / size * collective.payload_bytes)
-            for array_bytes in collective.array_bytes:
+            for array_bytes in _arrays(collective):
                 chunks = max(2, ceil(ceil(array_bytes / SEGMENT_BYTES) / size))  # messages of a device's part
                 message_bytes = ITEM_BYTES * ceil(array_bytes / (chunks * size) / ITEM_BYTES)
                 for offset in (1, 0):  # the sums, then their copies
@@ -57,6 +59,15 @@ class GlooNetwork(Network):
         else:
             raise ValueError(f"the clock has no time of gloo's {collective.kind} between nodes")
         return {"inter": float(ring.now_s.max()), "intra": 0.0}
+
+
+def _arrays(collective: Collective) -> list[int]:
+    """Returns the bytes of each array of an all-reduce. Training packs those of gradients over gloo, but not here."""
+    sizes = collective.array_bytes
+    if collective.label != SYNC:
+        return list(sizes)
+    packed = buckets(range(len(sizes)), sizes, over_gloo=True)
+    return [sum(sizes[i] for i in bucket) for bucket in packed]
 
 
 class _Ring:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from configs.schema import Config
-from lab.clock.gloo import network_of
+from lab.clock.gloo import SYNC, network_of
 from launch.emulate.links import Links
 from planner.clusters import EMULATED
 from planner.compile import CompiledStep, compile_step
@@ -17,8 +17,6 @@ from planner.replay import Timeline, replay
 from planner.targets import CPU
 from sharding.hlo import behind_warm_up, program_collectives
 from sharding.hlo_program import parse_program
-
-SYNC = "replica_all_reduce"  # the collectives of one step in H, with local SGD
 
 
 @dataclass(frozen=True, kw_only=True)
