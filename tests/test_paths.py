@@ -58,9 +58,11 @@ def test_a_run_is_made_and_used_under_every_form(
     corpus.mkdir()
     for number in range(4):
         (corpus / f"{number}.txt").write_text("the quick brown fox\n" * 40)
+    (corpus / "broken.txt").write_bytes(b"\xff" * 40)
     for form, at in FORMS.items():
-        args = arguments(f"{at}/{form}", data__source="folder", data__path=f"{at}/corpus")
+        args = arguments(f"{at}/{form}", data__source="folder", data__path=f"{at}/corpus", data__skip_bad=1)
         assert run_here(*args) == 0
+        assert (home / NAME / form / "skipped_documents.txt").read_text().count("broken.txt is not UTF-8") == 1
         assert rows(home / NAME / form)[-1]["step"] == 10
         assert run_here(*args) == 0 and "is finished: 10 steps are done" in capsys.readouterr().out
         values = trained.new_flags()
