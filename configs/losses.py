@@ -32,7 +32,7 @@ class RecordedLoss:
     """A row."""
 
     setting: Mapping[str, str]  # keys of the config; `optimizer.name` if it differs from the dense run's
-    optimizer: str  # of the dense run
+    optimizer: str  # the dense run's
     task: str
     parameters: int
     seeds: int

@@ -38,8 +38,8 @@ AXIS = "replica_inter"
 class RunState(NamedTuple):
     """The state that a step changes."""
 
-    params: Params  # the shared ones
-    states: States  # of the replica all-reduce and the optimizer
+    params: Params  # shared by the replicas
+    states: States  # the replica all-reduce's and the optimizer's
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ INT8 = Change(codec=CODECS.index("int8"))
 def changes(candidate: Candidate, config: Config, optimizer: str) -> Iterator[tuple[Change, Candidate]]:
     """Yields changes of a candidate's result, not all of them legal. The config's own settings stay.
 
-    `optimizer` is that of the dense runs whose records hold for the config; "" without such records.
+    `optimizer` names the dense runs whose records hold for the config; "" without such records.
     """
     is_coded = bool({*ENCODED} & {*candidate.pairs})
     is_timed = config.compression.delayed or config.local_sgd.inner_steps > 0

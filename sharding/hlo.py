@@ -60,7 +60,7 @@ class Collective:
     dtype: str
     num_elements: int
     payload_bytes: int
-    array_bytes: tuple[int, ...]  # of each array of the payload; gloo reduces one array after the other
+    array_bytes: tuple[int, ...]  # per array of the payload; gloo reduces one array after the other
     inter_bytes: float
     intra_bytes: float
     group: tuple[int, ...]  # devices of the first group, by their numbers in the mesh

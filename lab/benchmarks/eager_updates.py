@@ -34,7 +34,7 @@ from training.experiment import Experiment
 class EagerOuter(NamedTuple):
     """The outer optimizer's state."""
 
-    shared: PyTree  # of the optimizer that moves the shared parameters
+    shared: PyTree  # state of the optimizer that moves the shared parameters
     waiting: PerReplica  # each replica's outer gradient of the latest round, which is being exchanged
     velocity: PerReplica  # Nesterov's, by each replica's own outer gradients
 

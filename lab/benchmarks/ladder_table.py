@@ -25,7 +25,7 @@ class Law:
     """The law of a method's gap to dense."""
 
     terms: np.ndarray  # [3]: a, alpha, beta
-    covariance: np.ndarray  # [3, 3] of the terms
+    covariance: np.ndarray  # the terms', [3, 3]
     variance: float  # of a run's log(gap) around the law
     quantile: float  # of Student's t
 

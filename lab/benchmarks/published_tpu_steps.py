@@ -77,7 +77,7 @@ def compiled(cell: Key) -> ReplayableStep:
 
 
 def compiled_with(cell: Key, remat: str) -> ReplayableStep:
-    """Returns the step of a row with one of our policies."""
+    """Returns the step of a row with a policy of ours."""
     found = re.search(r"tensor=(\d+)", cell["inside_slice"])
     tensor = int(found[1]) if found else 1
     rows = int(float(cell["rows_per_chip"])) * tensor // TPUS[cell["tpu"]].devices_per_chip

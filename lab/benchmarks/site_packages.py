@@ -131,7 +131,7 @@ def pinned(constraints: str) -> Iterator[tuple[str, str]]:
 def table_of(packages: Iterator[tuple[str, str]], path: Sequence[str]) -> str:
     """Returns site_packages.csv for the pinned packages that are the same on every platform.
 
-    ValueError if one of them is not installed in its version.
+    ValueError if a package is not installed in its version.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

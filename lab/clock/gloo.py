@@ -62,7 +62,10 @@ class GlooNetwork(Network):
 
 
 def _arrays(collective: Collective) -> list[int]:
-    """Returns the bytes of each array of an all-reduce. Training packs those of gradients over gloo, but not here."""
+    """Returns the bytes of each array of an all-reduce.
+
+    Over gloo training packs small gradients, which the compiled program does not show.
+    """
     sizes = collective.array_bytes
     if collective.label != SYNC:
         return list(sizes)
