@@ -69,6 +69,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "no local SGD": {"local_sgd.inner_steps": 0},
     "streaming": LOCAL | {"local_sgd.streaming": True},
     "chosen interval": LOCAL | {"local_sgd.interval": "utilisation"},
+    "quorum": LOCAL | STRATEGY | {"sharding.replicas": "independent", "local_sgd.quorum": 2},
+    "no quorum": {"local_sgd.quorum": 0},
+    "grace window": {"local_sgd.grace_s": 2.0},
     "clipping": {"optimizer.clip_norm": 1.0},
     "warm-up": ONE_BIT_ADAM,
     "no user of a warm-up": {"compression.all_reduce": "int8"},
@@ -110,7 +113,7 @@ ALIKE = {
     "cudnn",
     "layer gather",
 }
-ALIKE |= {"warm-up", "outer step's rate", "outer step's momentum"}
+ALIKE |= {"warm-up", "outer step's rate", "outer step's momentum", "grace window"}
 DISTINCT = {
     str(sorted(changes.items())): name
     for name, changes in ALL.items()

@@ -404,7 +404,8 @@ def test_a_replicas_rate_is_the_one_of_its_slowest_unit(monkeypatch: pytest.Monk
     clock = SimpleNamespace(perf_counter=iter((0.0, 0.1, 1.0, 1.4, 2.0, 2.01, 3.0, 3.2)).__next__)
     monkeypatch.setattr("training.unit_loop.time", clock)
     members = SimpleNamespace(me=SimpleNamespace(rate=1.0), tell=lambda rate: told.append(rate))
-    work, replicas, none = SimpleNamespace(pieces=lambda state, batches: []), SimpleNamespace(members=members), None
+    work = SimpleNamespace(pieces=lambda state, batches: [], steps=1)
+    replicas, none = SimpleNamespace(members=members), None
     loop = UnitLoop(*cast(Any, (work, replicas, none, none, none, none)))
     for unit in range(3):
         loop.compute(cast(Any, SimpleNamespace(number=0)), unit, cast(Any, None))

@@ -158,7 +158,7 @@ def test_a_rounds_loss_is_weighted_by_its_tokens(
     local._replace = lambda outer: local
     state = TrainState(step=0, params={}, all_reduce=(), opt_state=local)
     rounds: Any = RoundUnits.__new__(RoundUnits)
-    rounds.steps, rounds._parts = 2, lambda local: ([], [], [])
+    rounds.steps, rounds.parts = 2, lambda local: ([], [], [])
     plan = SimpleNamespace(map=lambda function, tree: {})
     rounds._ex = SimpleNamespace(block=lambda done: done, num_shares=len(tokens), plan=plan)
 
@@ -166,7 +166,7 @@ def test_a_rounds_loss_is_weighted_by_its_tokens(
         return worker, {"loss": np.float32(rows[0] * rows[1]), "weight": np.float32(rows[0])}
 
     vars(rounds).update(first=lambda worker: worker, step=step, metrics=["loss", "weight"])
-    vars(rounds).update(meeting=lambda state, *_: (state, {}), _bounds=([], [], [(0, 2)]), _sizes=[0, 0, 0])
+    vars(rounds).update(meeting=lambda state, *_: (state, {}), _bounds=([], [], [(0, 2)]), sizes=[0, 0, 0])
     total = np.zeros(2, np.float32)
     for of_worker in zip(tokens, losses, strict=True):
         rows = [*zip(*of_worker, strict=True)]

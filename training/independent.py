@@ -12,13 +12,15 @@ import jax
 
 from elastic.replicas.driver import BehindError, Replicas
 from elastic.replicas.membership import Log
+from elastic.replicas.round_ends import RoundEnds
+from elastic.replicas.round_record import RoundRecord
 from elastic.replicas.transport import Sockets
 from input_pipeline.batches import UnitBatches
 from input_pipeline.noise import RowData
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
 from runtime.files.json_objects import JsonObject
-from runtime.files.run_directory import CHECKPOINTS, step_numbers
+from runtime.files.run_directory import CHECKPOINTS, ROUNDS, step_numbers
 from runtime.files.run_directory import REPLICAS as FOLDER
 from runtime.handshake import shared_token
 from runtime.phases import Phase
@@ -26,6 +28,7 @@ from runtime.supervisor import Supervisor
 from sharding.step import TrainState
 from training.experiment import Experiment
 from training.gradient_units import GradientUnits
+from training.partial_rounds import AsynchronousRounds, PartialRoundUnits
 from training.replica_state import digest_of, local_shards, with_shards
 from training.round_units import RoundUnits
 from training.unit_loop import AtOnce, DelayedUpdate, Stop, StoppedError, UnitLoop, UpdateTiming, Work, agreed
@@ -72,7 +75,7 @@ class Independent:
         """`number` is the number of this replica in the run of `workdir`. Nothing is compiled or connected yet."""
         self._ex, self._supervisor, self._number, self._workdir = ex, supervisor, number, workdir
         self._gradients = GradientUnits(ex)
-        self._work: Work = RoundUnits(ex) if ex.config.local_sgd.inner_steps else self._gradients
+        self._work: Work = _work_of(ex, self._gradients)
         self._stop = Stop(supervisor.stop_requested, is_round=self._work.steps > 1)
         self._has_announced_stop = False
         self._replicas: Replicas | None = None
@@ -114,15 +117,25 @@ class Independent:
         self._replicas = replicas = self._connected(log)
         supervisor, layout = self._supervisor, self._ex.batches
         self._loop = UnitLoop(self._work, replicas, self._rows, layout, self._stop, supervisor.enter)
-        delays = self._ex.config.compression.delayed
-        self._timing: UpdateTiming = DelayedUpdate(self._loop, self._gradients) if delays else AtOnce(self._loop)
-        if replicas.members.meet(at := step // self._work.steps):
+        self._timing = self._update_timing(at := step // self._work.steps)
+        if replicas.members.meet(at):
             say(f"joining the replicas {', '.join(str(peer.number) for peer in replicas.members.peers)}")
         else:
             replicas.members.enter(at)
         for line in unit_warnings(self._ex, self._work, len(replicas.members.peers) + 1):
             say(line)
         log.has_met = True
+
+    def _update_timing(self, at: int) -> UpdateTiming:
+        """Returns when sums update the state. ValueError if the recorded rounds have other workers."""
+        if isinstance(self._work, PartialRoundUnits):
+            record = RoundRecord(self._workdir / ROUNDS, self._ex.num_shares)
+            record.find(at)
+            ends = RoundEnds(self._ex.config.local_sgd, record, self.replicas.members)
+            self.replicas.handlers.update(arrive=ends.answer, promise=ends.answer)
+            return AsynchronousRounds(self._loop, self._work, ends)
+        delays = self._ex.config.compression.delayed
+        return DelayedUpdate(self._loop, self._gradients) if delays else AtOnce(self._loop)
 
     def _connected(self, log: Log) -> Replicas:
         """Returns this replica, which its peers can connect to."""
@@ -293,6 +306,18 @@ class Independent:
         sent = self.replicas.exchange.sent_bytes
         newly, self._reported_bytes = sent - self._reported_bytes, sent
         return newly / self._work.steps / jax.local_device_count()
+
+
+def _work_of(ex: Experiment, gradients: GradientUnits) -> Work:
+    """Returns the work units of a run. ValueError if they are asynchronous rounds, and cannot be."""
+    local = ex.config.local_sgd
+    if not local.quorum:
+        return RoundUnits(ex) if local.inner_steps else gradients
+    if local.quorum > ex.num_shares:
+        raise ValueError(f"local_sgd.quorum={local.quorum} must be at most the {ex.num_shares} workers of a round")
+    if jax.process_count() > 1:
+        raise ValueError("local_sgd.quorum needs replicas of one process each; set local_sgd.quorum=0")
+    return PartialRoundUnits(ex)
 
 
 def unit_warnings(ex: Experiment, work: Work, count: int) -> list[str]:

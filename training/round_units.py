@@ -110,11 +110,11 @@ class RoundUnits:
         return sorted(jax.eval_shape(self._step, *self._shapes)[1])
 
     @cached_property
-    def _sizes(self) -> list[int]:
+    def sizes(self) -> list[int]:
         """Numbers of values in the encoded delta, the optimizer's state, and all unencoded arrays."""
-        return [sum(map(local_size, part)) for part in self._parts(self._ex.state_shapes.opt_state)]
+        return [sum(map(local_size, part)) for part in self.parts(self._ex.state_shapes.opt_state)]
 
-    def _parts(self, local: LocalState) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    def parts(self, local: LocalState) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """Returns the arrays of the encoded delta, of the inner optimizer's state, and the unencoded arrays."""
         are_vectors = jax.tree.leaves(self._ex.plan.map(lambda p: p.is_vector))
         drift = [*zip(are_vectors, jax.tree.leaves(local.drift.tree), strict=True)]
@@ -124,7 +124,7 @@ class RoundUnits:
     @cached_property
     def _bounds(self) -> tuple[list[tuple[int, int]], ...]:
         """The beginning and end of each piece of the encoded delta, of the optimizer's state, and of the last piece."""
-        block, (coded, kept, exact) = self._ex.config.compression.block, self._sizes
+        block, (coded, kept, exact) = self._ex.config.compression.block, self.sizes
         return pieces(coded, block), pieces(kept, block), [(0, exact + len(self.metrics))]
 
     @property
@@ -142,7 +142,7 @@ class RoundUnits:
             worker, sums = self._ex.block(self.step(worker, state.params, state.frozen, batch))
             sums_of_steps.append(sums)
         of_steps = jax.device_get(sums_of_steps)
-        vectors = [_vector(part) for part in self._parts(worker.opt_state)]
+        vectors = [vector_of(part) for part in self.parts(worker.opt_state)]
         vectors[-1] = np.append(vectors[-1], [np.sum([sums[name] for sums in of_steps]) for name in self.metrics])
         each = zip(vectors, self._bounds, strict=True)
         all_values = (vector[start:stop] for vector, bounds in each for start, stop in bounds)
@@ -151,7 +151,11 @@ class RoundUnits:
 
     def update(self, state: TrainState, total: np.ndarray) -> tuple[TrainState, dict[str, Any]]:
         """Returns the state after a meeting, and the metrics, from the sums of all pieces over all workers."""
-        *parts, sums = np.split(total / np.float32(self._ex.num_shares), np.cumsum(self._sizes))
+        return self.synced(state, total / np.float32(self._ex.num_shares))
+
+    def synced(self, state: TrainState, means: np.ndarray) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the state after a meeting, and the metrics, from the means of all pieces."""
+        *parts, sums = np.split(means, np.cumsum(self.sizes))
         (coded, kept, exact), local = map(_Values, parts), state.opt_state
         drift_R = self._ex.plan.map(lambda p, x: with_values(x, exact if p.is_vector else coded), local.drift.tree)
         inner_R = jax.tree.map(lambda x: with_values(x, exact if _is_counter(x) else kept), local.inner.tree)
@@ -209,7 +213,7 @@ def _is_counter(x: jax.Array) -> bool:
     return x.ndim == 1 or not jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _vector(arrays: Sequence[jax.Array]) -> np.ndarray:
+def vector_of(arrays: Sequence[jax.Array]) -> np.ndarray:
     """Returns the values of this process' shards, f32 [N]."""
     values = [np.asarray(shard.data).reshape(-1).astype(np.float32) for shard in local_shards(list(arrays))]
     return np.concatenate([*values, np.zeros(0, np.float32)])

@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,21 +92,25 @@ class UnitLoop:
         """Yields each unit to compute until all totals of a step are here. StoppedError if the run stops before."""
         for unit in step.units():
             if unit is Status.WAITING:
-                self._enter(Phase.STEPPING)
-                self._stop.end_wait_for_sums()
+                self.wait_for_sums()
             else:
                 yield unit
+
+    def wait_for_sums(self) -> None:
+        """Notes that this replica waits for its peers' sums. StoppedError if the run stops."""
+        self._enter(Phase.STEPPING)
+        self._stop.end_wait_for_sums()
 
     def compute(self, step: Step, unit: int, state: TrainState) -> None:
         """Computes a work unit, and hands its pieces to the step as they become complete."""
         started_s, waited_s = time.perf_counter(), self.wait_s
-        for piece, values in self.work.pieces(state, self._batches(step.number, unit)):
+        for piece, values in self.work.pieces(state, self.batches(step.number, unit, range(self.work.steps))):
             step.put(unit, piece, values)
         self._longest_s = max(self._longest_s, time.perf_counter() - started_s - (self.wait_s - waited_s))
 
-    def _batches(self, step: int, unit: int) -> Iterator[Batch]:
-        """Yields the rows of a unit, on the devices, for each step of training in a step of the replicas."""
-        for inner in range(self.work.steps):
+    def batches(self, step: int, unit: int, inner_steps: Iterable[int]) -> Iterator[Batch]:
+        """Yields the rows of a unit, on the devices, for some steps of training in a step of the replicas."""
+        for inner in inner_steps:
             started_s = time.perf_counter()
             if self.work.steps > 1:
                 self._enter(Phase.STEPPING)

@@ -177,6 +177,9 @@ FEATURES: dict[str, Feature] = {
     "no local SGD": _of("local_sgd.inner_steps", 0, "a number above 0"),
     "streaming": _of("local_sgd.streaming", True, False),
     "chosen interval": _other_than("local_sgd.interval", "fixed"),
+    "quorum": _other_than("local_sgd.quorum", 0, "`local_sgd.quorum` above 0"),
+    "no quorum": _of("local_sgd.quorum", 0, "a number above 0"),
+    "grace window": _changed(LocalSGDConfig, "grace_s"),
     "clipping": _other_than("optimizer.clip_norm", 0, "`optimizer.clip_norm` above 0"),
     "warm-up": _other_than("compression.warmup_steps", 0, "`compression.warmup_steps` above 0"),
     "no warm-up": _of("compression.warmup_steps", 0, "15 to 20 % of num_steps"),
@@ -298,6 +301,8 @@ RULES: tuple[Rule, ...] = (
     Rule("independent", ("several scopes",), "a replica is one partition group"),
     Rule("independent", ("several replicas",), "a process is one replica, or a part of one"),
     Rule("shares", ("one world",), "its step is one program"),
+    Rule("quorum", ("one world",), "its replicas meet in one program"),
+    Rule("grace window", ("no quorum",), "then a round waits for all workers"),
     Rule("float16", ("batch norm",), "the loss scale would follow the running averages, not the gradients"),
     Rule(
         "auto",
@@ -343,7 +348,7 @@ RULES: tuple[Rule, ...] = (
     Rule("local SGD", ("several scopes",), "it needs a whole optimizer in each replica"),
     Rule(
         "no local SGD",
-        ("streaming", "chosen interval", "outer step's rate", "outer step's momentum"),
+        ("streaming", "chosen interval", "quorum", "outer step's rate", "outer step's momentum"),
         "then nothing uses it",
     ),
     Rule("chosen interval", ("streaming",), "a part is exchanged in each step"),

@@ -166,6 +166,13 @@ class LocalSGDConfig(Section, name="local_sgd"):
         choices=("fixed",),
         topics=("interval",),
     )
+    quorum: int = key(
+        0,
+        "asynchronous rounds: workers that have done inner_steps before a round ends without the others; 0: all",
+        least=0,
+        unit="workers",
+    )
+    grace_s: float = key(1.0, "asynchronous rounds: time for the others after the quorum", least=0, unit="s")
 
 
 @dataclass(frozen=True, kw_only=True)

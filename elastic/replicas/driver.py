@@ -63,6 +63,14 @@ class Step:
             self._sums.begin(unit)
             yield unit
 
+    def begin(self, unit: int) -> None:
+        """Notes that a unit is computed here that neither `units` nor `units_without_waiting` has yielded."""
+        self._sums.begin(unit)
+
+    def leave_to(self, replicas: Sequence[int]) -> None:
+        """Continues without the other replicas that take part in this step."""
+        self._replicas.exchange.leave_to(self.number, replicas)
+
     def put(self, unit: int, piece: int, values: np.ndarray) -> None:
         """Takes a piece `f32 [N]` of a unit that was computed here. The array must not be changed any more."""
         self._replicas.exchange.put(self.number, unit, piece, values)
@@ -109,6 +117,7 @@ class Replicas:
         """
         self._transport, self._progress, self._log = transport, progress, log or Log()
         self.agree = agree
+        self.handlers: dict[str, Callable[[JsonObject, int], memoryview]] = {}  # of further requests, by `op`
         self._lock = SharedLock()
         self._has_fetched = False  # a state, since this replica took part
         self._fetched = -1  # the step of the peers' state that this replica receives; it has hashes after that step
@@ -261,6 +270,8 @@ class Replicas:
                 return self.copies.answer(request, process)
             case "digest":
                 return self._await_digest(request["step"])
+            case op if op in self.handlers:
+                return self.handlers[op](request, process)
             case _:
                 return self.exchange.answer(request)
 

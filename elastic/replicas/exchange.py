@@ -149,6 +149,12 @@ class SumExchange:
             others = [number for number in plan.remaining if number != plan.me]
             self._leave_out(step, [number for number in others if not self._members.takes_part(number, step)])
 
+    def leave_to(self, step: int, replicas: Iterable[int]) -> None:
+        """Divides the units of a step among this replica and some others."""
+        with self._lock:
+            if plan := self._plans.get(step):
+                self._leave_out(step, {*plan.remaining} - {*replicas})
+
     def _leave_out(self, step: int, numbers: Iterable[int]) -> None:
         """Divides the units of other replicas of a step among the rest. The lock is held."""
         plan = self._plans.get(step)

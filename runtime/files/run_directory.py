@@ -14,6 +14,7 @@ EVENTS = "events.jsonl"  # events of all attempts, and of the engine that starts
 ATTEMPTS = "attempts.json"
 PROFILE = "profile"  # traces of `profile.start`
 REPLICAS = "replicas"  # a directory per independent replica, with all its files except the checkpoints
+ROUNDS = "rounds.jsonl"  # rounds of asynchronous local SGD; elastic/replicas/round_record.py
 # written at the end
 SUMMARY = "summary.json"
 SAMPLE = "sample.txt"
