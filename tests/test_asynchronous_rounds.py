@@ -65,6 +65,7 @@ def recorded_in(workdir: Path) -> list[dict[str, Any]]:
     return json_lines.read(workdir / ROUNDS) if (workdir / ROUNDS).exists() else []
 
 
+@pytest.mark.release  # it depends on the time of steps
 def test_a_slow_replica_does_fewer_steps_and_the_run_can_be_replayed(tmp_path: Path) -> None:
     """The fast ones do not wait, the loss is that of lockstep, and one replica repeats the recorded run exactly."""
     run, replay, lockstep = (tmp_path / name for name in ("run", "replay", "lockstep"))

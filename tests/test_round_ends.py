@@ -187,3 +187,6 @@ def test_the_first_line_of_a_round_counts(tmp_path: Path) -> None:
     assert [RoundRecord(file, 2).find(number) for number in range(3)] == [first, second, None]
     with pytest.raises(ValueError, match="rounds of 2 workers, not of 3; set sharding.shares=2"):
         RoundRecord(file, 3).find(0)
+    file.write_text('{"round": 0, "replicas": 7, "steps": [1, 2]}\n')
+    with pytest.raises(ValueError, match=r"rounds.jsonl has a line that is no round: .*; remove it$"):
+        RoundRecord(file, 2).find(0)

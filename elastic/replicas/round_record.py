@@ -32,7 +32,7 @@ class RoundRecord:
         self._offset = 0  # of the first unread byte
 
     def find(self, number: int) -> Round | None:
-        """Returns a round; None if it is not recorded. ValueError for a record of more or fewer workers."""
+        """Returns a round; None if it is not recorded. ValueError for a record of other workers, or of no rounds."""
         if number not in self.rounds:
             self._read()
         return self.rounds.get(number)
@@ -58,10 +58,13 @@ class RoundRecord:
             whole, end, _ = opened.read().rpartition(b"\n")
             self._offset += len(whole) + len(end)
             for row in filter(None, map(json_lines.parsed, whole.splitlines())):
-                recorded = Round(replicas=row["replicas"], steps=row["steps"])
+                try:
+                    number, recorded = int(row["round"]), Round(replicas=[*row["replicas"]], steps=[*row["steps"]])
+                except (KeyError, TypeError, ValueError):
+                    raise ValueError(f"{self._file} has a line that is no round: {str(row)[:80]}; remove it") from None
                 if (count := len(recorded.steps)) != self.num_workers:
                     raise ValueError(
                         f"{self._file} has rounds of {count} workers, not of {self.num_workers}; set "
                         f"sharding.shares={count}, or give another --workdir"
                     )
-                self.rounds.setdefault(row["round"], recorded)
+                self.rounds.setdefault(number, recorded)
