@@ -137,17 +137,20 @@ def rate_line(size: str, rate: float, loss: float) -> dict[str, Any]:
 def test_the_learning_rate_follows_a_power_law_through_the_best_rates() -> None:
     """Losses are parabolas over log(rate) around 0.01 at 0.05M, around 0.005 at 0.1M."""
     best = {"0.05M": 0.01, "0.1M": 0.005}
-    lines = [
-        rate_line(size, rate, 2 + np.log(rate / at) ** 2) for size, at in best.items() for rate in (4e-3, 8e-3, 1.6e-2)
-    ]
+    rates = ladder.GRID["dense AdamW"]
+    lines = [rate_line(size, rate, 2 + np.log(rate / at) ** 2) for size, at in best.items() for rate in rates]
     lines += [rate_line("0.1M", 2e-3, 2 + np.log(2e-3 / 0.005) ** 2)]
     exponent = np.log(0.5) / np.log(ladder.parameters("0.1M") / ladder.parameters("0.05M"))
     for size in ladder.SIZES:
         wanted = 0.01 * (ladder.parameters(size) / ladder.parameters("0.05M")) ** exponent
         assert ladder.learning_rate(lines, "DiLoCo", size) == pytest.approx(wanted, rel=6e-3)
     assert ladder.best_rate({1.0: 3.0, 2.0: 4.0, 4.0: 5.0}) == 1.0  # at an edge
-    with pytest.raises(ValueError, match="--part=rates"):
+    with pytest.raises(ValueError, match=r"dense AdamW: runs at 0.004, .*, 0.032 are missing: .* --part=rates$"):
         ladder.learning_rate([], "DiLoCo", "1M")
+    without = [line for line in lines if (line["size"], line["learning_rate"]) != ("0.1M", 1.6e-2)]
+    with pytest.raises(ValueError, match="runs at 0.016 are missing"):
+        ladder.learning_rate(without, "DiLoCo", "1M")
+    assert ladder.learning_rate(without, "DiLoCo", "0.05M") == pytest.approx(0.01, rel=6e-3)
 
 
 def test_a_law_is_found_and_its_intervals_hold_new_runs() -> None:

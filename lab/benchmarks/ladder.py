@@ -131,6 +131,11 @@ def learning_rate(lines: Sequence[Line], method: str, size: str) -> float:
     It follows a power law through the best rates of two sizes, with three digits.
     """
     name = METHODS[method]["rate"]
+    tuned_at = TUNED[:1] if size == TUNED[0] else TUNED
+    keys = (key for key in rate_keys(lines) if key["method"] == name and key["size"] in tuned_at)
+    if missing := [key[RATE] for key in keys if key[RATE] not in losses_by_rate(lines, key["size"], name)]:
+        rates = ", ".join(f"{rate:g}" for rate in missing)
+        raise ValueError(f"{name}: runs at {rates} are missing: python -m lab.benchmarks.ladder --part=rates")
     best = best_rate(losses_by_rate(lines, TUNED[0], name))
     if size != TUNED[0]:
         larger = best_rate(losses_by_rate(lines, TUNED[1], name))
@@ -148,10 +153,8 @@ def losses_by_rate(lines: Sequence[Line], size: str, name: str) -> dict[float, f
 def best_rate(losses: dict[float, float]) -> float:
     """Returns the vertex of the parabola through the lowest loss and its neighbours, over log(rate).
 
-    At an edge it is the rate itself. ValueError without losses.
+    At an edge it is the rate itself.
     """
-    if not losses:
-        raise ValueError("no learning rates are recorded: python -m lab.benchmarks.ladder --part=rates")
     rates = sorted(losses)
     at = min(range(len(rates)), key=lambda i: losses[rates[i]])
     if at in (0, len(rates) - 1):
