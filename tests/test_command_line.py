@@ -102,7 +102,7 @@ def test_output_keeps_its_order_and_its_characters(tmp_path: Path) -> None:
             ["of the run (default: configs/elastic.py:tiny)", "(default: 30)", "(default: runs/chaos)"],
         ),
         (emulate, ["launch.emulate"], ["how many there are at the start"]),
-        (accuracy, [], ["(default: text,digits)", "with seeds from 0 (default: 3)"]),
+        (accuracy, [], ["(default: text,digits,fashion)", "with seeds from 0 (default: 3)"]),
     ],
     isolated=True,
 )
