@@ -190,3 +190,28 @@ def test_the_first_line_of_a_round_counts(tmp_path: Path) -> None:
     file.write_text('{"round": 0, "replicas": 7, "steps": [1, 2]}\n')
     with pytest.raises(ValueError, match=r"rounds.jsonl has a line that is no round: .*; remove it$"):
         RoundRecord(file, 2).find(0)
+
+
+def test_a_line_written_without_the_lock_may_be_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where locks do not work, two replicas may record a round at a time; both take the line that comes first."""
+    file = tmp_path / "rounds.jsonl"
+    one, two = RoundRecord(file, 2), RoundRecord(file, 2)
+    first, second = Round(replicas=[0, 1], steps=[4, 1]), Round(replicas=[1], steps=[0, 4])
+    find = two.find
+
+    def find_and_be_overtaken(number: int) -> Round | None:
+        known = find(number)
+        one.add(number, first)
+        return known
+
+    monkeypatch.setattr(two, "find", find_and_be_overtaken)
+    monkeypatch.setattr("runtime.files.locks.take", lambda *_, **__: None)
+    assert two.add(0, second) == first == one.find(0)
+    assert file.read_text().count('"round"') == 2
+
+
+def test_a_record_of_longer_rounds_is_refused(tmp_path: Path) -> None:
+    RoundRecord(tmp_path / "rounds.jsonl", 2).add(0, Round(replicas=[0], steps=[4, INNER + 1]))
+    group = Group(tmp_path, 2, quorum=1, grace_s=0)
+    with pytest.raises(ValueError, match=r"a round of 5 steps, more than local_sgd\.inner_steps=4"):
+        group.ends[0].begin(0)

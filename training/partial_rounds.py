@@ -100,7 +100,8 @@ class AsynchronousRounds(AtOnce):
                 if not ended:
                     self._ends.arrive()
             elif ended:
-                self._put(step, unit, self._computed(step, unit, state, range(ended.steps[unit])))
+                if unit not in held:
+                    self._put(step, unit, self._computed(step, unit, state, range(ended.steps[unit])))
             else:
                 held[unit] = self._computed(step, unit, state, self._ends.steps(unit))
         state, metrics = self._work.update(state, step.totals())
@@ -111,7 +112,7 @@ class AsynchronousRounds(AtOnce):
         for unit, count in enumerate(ended.steps):
             if unit not in held and not count:
                 step.begin(unit)
-                held[unit] = self._computed(step, unit, state, ())
+                held[unit] = [(i, np.zeros(piece.size, np.float32)) for i, piece in enumerate(self._work.unit_layout)]
         for unit, pieces in held.items():
             count = ended.steps[unit]  # another one, if another replica that has this unit was heard
             is_known = pieces[-1][1][-1] == count

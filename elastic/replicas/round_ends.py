@@ -26,8 +26,10 @@ from runtime.blobs import PeerError
 from runtime.exit_codes import ResumableError
 from runtime.files import json_objects
 from runtime.files.json_objects import JsonObject
+from runtime.files.run_directory import ROUNDS
 
 Steps = Mapping[int, int]  # by worker
+LOOK_S = 1.0  # another replica may end a round too, after a lost connection: its line is read after this time
 
 
 class RoundEnds:
@@ -45,11 +47,17 @@ class RoundEnds:
 
     # ------------------------------------------------------------------------------------------- by the training thread
     def begin(self, number: int) -> Round | None:
-        """Begins a round; returns how it ended if it is recorded: its steps must be done again."""
+        """Begins a round; returns how it ended if it is recorded: its steps must be done again.
+
+        ResumableError if the record cannot be read; ValueError for a record of another run.
+        """
         with self._lock:
             self._number, self._begun, self._told = number, {}, None
             self._arrived = {each: steps for each, steps in self._arrived.items() if each >= number}
+        try:
             return self._find(number)
+        except OSError as error:
+            raise ResumableError(f"cannot read the record of rounds: {error}") from error
 
     def steps(self, worker: int) -> Iterator[int]:
         """Yields the number of each inner step that a worker of this round does, until the round ends."""
@@ -90,7 +98,7 @@ class RoundEnds:
                 with self._lock:
                     rounds.setdefault(number, Round(**answer))
                     self._lock.notify_all()
-            except (OSError, ValueError, TypeError):  # the first replica is lost or leaves: another one is first
+            except (OSError, ValueError, TypeError):  # the first replica is lost or leaves, or a lost one came back
                 with self._lock:
                     self._lock.wait_for(lambda: self._members.closed, ASK_S)
 
@@ -119,28 +127,41 @@ class RoundEnds:
         """Returns how a round ends in which a replica has arrived."""
         try:
             return self._find(number) or self._wait_for_end(number, replica, steps) or self._end(number)
-        except OSError as error:
+        except PeerError:
+            raise
+        except (OSError, ValueError) as error:  # of the record
             self._error = error
             raise
 
     def _find(self, number: int) -> Round | None:
         with self._lock:
-            return self._record.find(number)
+            known, most = self._record.find(number), self._config.inner_steps
+        if known and max(known.steps) > most:
+            raise ValueError(
+                f"{ROUNDS} has a round of {max(known.steps)} steps, more than local_sgd.inner_steps={most}; set the "
+                "value of the recorded run"
+            )
+        return known
 
     def _wait_for_end(self, number: int, replica: int, steps: Steps) -> Round | None:
         """Returns how a round has ended; None in one of the waiting threads, which must end it."""
         with self._lock:
-            self._arrived.setdefault(number, {})[replica] = steps
+            known = self._arrived.setdefault(number, {})
+            known[replica] = max(known.get(replica, {}), steps, key=lambda each: sum(each.values()))  # the newest
             self._lock.notify_all()
-            while number not in self._record.rounds:
+            while not (recorded := self._record.find(number)):
                 if self._members.closed:
-                    raise ConnectionError(LEAVES)
+                    raise PeerError(LEAVES)
+                me = self._members.me.number
+                if replica == me and min(peer.number for peer in self._taking_part(number)) != me:
+                    raise PeerError("another replica ends the round")
                 wait_s = inf if number in self._ending else self._remaining_s(number)
                 if wait_s <= 0:
                     self._ending.add(number)
                     return None
-                self._lock.wait(None if wait_s == inf else wait_s)
-            return self._record.rounds[number]
+                self._lock.wait(min(wait_s, LOOK_S))
+            self._lock.notify_all()
+            return recorded
 
     def _remaining_s(self, number: int) -> float:
         """Returns the seconds until a round ends: until all workers have arrived, or the grace window is over."""

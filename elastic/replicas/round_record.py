@@ -48,7 +48,8 @@ class RoundRecord:
                 opened.write(b"\n" * is_torn + json.dumps({"round": number, **asdict(ended)}).encode() + b"\n")
                 opened.flush()
                 os.fsync(opened.fileno())
-                known = self.rounds.setdefault(number, ended)
+                self._read()  # without the lock another line may be first
+                known = self.rounds[number]
         return known
 
     def _read(self) -> None:
@@ -56,7 +57,6 @@ class RoundRecord:
         with contextlib.suppress(FileNotFoundError), self._file.open("rb") as opened:
             opened.seek(self._offset)
             whole, end, _ = opened.read().rpartition(b"\n")
-            self._offset += len(whole) + len(end)
             for row in filter(None, map(json_lines.parsed, whole.splitlines())):
                 try:
                     number, recorded = int(row["round"]), Round(replicas=[*row["replicas"]], steps=[*row["steps"]])
@@ -68,3 +68,4 @@ class RoundRecord:
                         f"sharding.shares={count}, or give another --workdir"
                     )
                 self.rounds.setdefault(number, recorded)
+            self._offset += len(whole) + len(end)
