@@ -156,8 +156,8 @@ def dense_optimizer(config: JsonMapping) -> str:
 def checked_optimizer(config: JsonMapping, *, parameters: int, nodes: int) -> str:
     """Returns `dense_optimizer` of a config if its run is inside the range of the recorded runs, else "".
 
-    The parameters and the tokens per parameter are inside the range of the records on text, and each of REPLICAS nodes
-    is a replica.
+    The parameters and the tokens per parameter are inside the range of the records on text, and the run has REPLICAS
+    nodes.
     """
     sizes = [row.parameters for row in rows() if row.task == "text"]
     tokens = config["num_steps"] * config["batch"]["global_size"] * config["data"].get("seq_len", 0)
