@@ -166,7 +166,7 @@ def test_the_settings_of_a_way_to_the_loss_reach_it_in_every_record(monkeypatch:
 
 
 def test_the_file_can_be_read_and_its_records_are_there() -> None:
-    assert {row.task for row in losses.rows()} == {*losses.TASKS} == {*accuracy.TASKS}
+    assert {row.task for row in losses.rows()} == {*losses.TASKS} <= {*accuracy.TASKS}
     assert all(row.least <= row.mean <= row.most for row in losses.rows())
     choice = {"optimizer__name": "muon", "local_sgd__outer_momentum": 0.6, "compression__all_reduce": "statistical"}
     (row,) = losses.recorded(small(**choice, local_sgd__inner_steps=10).to_dict(), defaults())  # docs/compression.md's

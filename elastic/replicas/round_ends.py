@@ -129,7 +129,7 @@ class RoundEnds:
             return self._find(number) or self._wait_for_end(number, replica, steps) or self._end(number)
         except PeerError:
             raise
-        except (OSError, ValueError) as error:  # of the record
+        except (OSError, ValueError) as error:  # from the record
             self._error = error
             raise
 
@@ -144,7 +144,7 @@ class RoundEnds:
         return known
 
     def _wait_for_end(self, number: int, replica: int, steps: Steps) -> Round | None:
-        """Returns how a round has ended; None in one of the waiting threads, which must end it."""
+        """Returns how a round has ended; None in the waiting thread that must end it."""
         with self._lock:
             known = self._arrived.setdefault(number, {})
             known[replica] = max(known.get(replica, {}), steps, key=lambda each: sum(each.values()))  # the newest
