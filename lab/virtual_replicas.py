@@ -33,6 +33,7 @@ from sharding.trees import Grads, GradsR, Params, PyTree, Specs
 from training.optimizers import make_optimizer
 
 AXIS = "replica_inter"
+CODECS_FROM = 0, 11  # of jax: before it a vmap cannot hold collectives of typed values
 
 
 class RunState(NamedTuple):
@@ -110,10 +111,15 @@ class VirtualReplicas:
 
 
 def exchange(codec: Codec | None, specs: Specs, replicas: int) -> AllReduce:
-    """Returns the transform from gradients `[M, ...]` to their mean; like compression.exchange, without devices."""
+    """Returns the transform from gradients `[M, ...]` to their mean; like compression.exchange, without devices.
+
+    ValueError for a codec with a jax that cannot map typed collectives over replicas.
+    """
     if codec is None:
         mean = lambda updates, state, params=None: (jax.tree.map(lambda x: jnp.mean(x, axis=0), updates), state)
         return transform(lambda params: State(), mean)
+    if jax.__version_info__ < CODECS_FROM:
+        raise ValueError(f"virtual replicas with a codec need jax 0.11, not {jax.__version__}; use Python 3.12")
     route = Route(codec=codec, scatter=(), gather=(AXIS,))
     is_vector = [len(spec.shape) - spec.stacked <= 1 for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
 

@@ -28,7 +28,7 @@ from runtime.files import json_objects
 from runtime.files.json_objects import JsonObject
 from runtime.files.run_directory import ROUNDS
 
-Steps = Mapping[int, int]  # by worker
+WorkerSteps = Mapping[int, int]  # by worker
 LOOK_S = 1.0  # another replica may end a round too, after a lost connection: its line is read after this time
 
 
@@ -40,7 +40,7 @@ class RoundEnds:
         self._number, self._begun = -1, dict[int, int]()  # the round here, and the steps that its workers have begun
         self._told: dict[int, int] | None = None  # these steps, when this replica arrived last
         self._promised = -1  # the last round whose workers may begin no more steps here
-        self._arrived: dict[int, dict[int, Steps]] = {}  # by round and replica
+        self._arrived: dict[int, dict[int, WorkerSteps]] = {}  # by round and replica
         self._quorum_s: dict[int, float] = {}  # when a round had its quorum
         self._ending: set[int] = set()
         self._error: Exception | None = None
@@ -83,7 +83,7 @@ class RoundEnds:
             return self._record.rounds.get(self._number)
 
     # ------------------------------------------------------------------------------------------------- arriving threads
-    def _arrive(self, number: int, steps: Steps) -> None:
+    def _arrive(self, number: int, steps: WorkerSteps) -> None:
         """Tells the first replica these steps, and waits for the end of the round."""
         rounds = self._record.rounds
         while not (self._members.closed or self._error or number in rounds or self._number != number):
@@ -115,7 +115,7 @@ class RoundEnds:
         ended = self._end_of(number, process, {int(worker): int(count) for worker, count in request["steps"]})
         return memoryview(json.dumps(asdict(ended)).encode())
 
-    def _promise(self, number: int) -> Steps:
+    def _promise(self, number: int) -> WorkerSteps:
         """Returns the steps that the workers here have begun, after which they stop. LookupError before they begin."""
         with self._lock:
             self._promised = max(self._promised, number)
@@ -123,7 +123,7 @@ class RoundEnds:
                 raise LookupError("the round is not begun here")
             return {**self._begun}
 
-    def _end_of(self, number: int, replica: int, steps: Steps) -> Round:
+    def _end_of(self, number: int, replica: int, steps: WorkerSteps) -> Round:
         """Returns how a round ends in which a replica has arrived."""
         try:
             return self._find(number) or self._wait_for_end(number, replica, steps) or self._end(number)
@@ -143,7 +143,7 @@ class RoundEnds:
             )
         return known
 
-    def _wait_for_end(self, number: int, replica: int, steps: Steps) -> Round | None:
+    def _wait_for_end(self, number: int, replica: int, steps: WorkerSteps) -> Round | None:
         """Returns how a round has ended; None in the waiting thread that must end it."""
         with self._lock:
             known = self._arrived.setdefault(number, {})
@@ -190,7 +190,7 @@ class RoundEnds:
             self._lock.notify_all()
         return ended
 
-    def _ask_promise(self, peer: Peer, number: int) -> Steps | None:
+    def _ask_promise(self, peer: Peer, number: int) -> WorkerSteps | None:
         """Returns the steps that a replica promises; None if it has not begun, or does not answer in time."""
         try:
             if peer.number == self._members.me.number:
