@@ -22,6 +22,7 @@ from lab.benchmarks import (
     eager,
     elastic,
     gpu,
+    ladder_table,
     losses,
     overlap_table,
     planner_configs,
@@ -65,6 +66,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
     sessions = {name: of("planner", timed=name) for name in planner_errors.SESSIONS}
     found: dict[str, Callable[[], str]] = {
         **papers.tables(records),
+        **ladder_table.tables(of("ladder")),
         "what strategies hold": lambda: compiled.held_and_sent(of("compiled", config="quickstart", accum=2)),
         "bytes of strategies": lambda: step_tables.strategy_bytes(ours_of(of("strategies"))),
         "the scale model": lambda: step_tables.scale_model(of("strategies", mode=step_tables.SCALE_MODEL)),
