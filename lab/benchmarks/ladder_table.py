@@ -26,7 +26,7 @@ class Law:
 
     terms: np.ndarray  # [3]: a, alpha, beta
     covariance: np.ndarray  # the terms', [3, 3]
-    variance: float  # of a run's log(gap) around the law
+    variance: float  # a run's log(gap) around the law
     quantile: float  # of Student's t
 
     def interval(self, term: int) -> str:
