@@ -1,6 +1,7 @@
 """When an asynchronous round of local SGD ends: replicas in one process, whose links are calls."""
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class Members:
     everyone: list[Peer]
     ends: dict[int, RoundEnds]
     silent: set[int]
+    asked: set[int]
     lock: SharedLock = field(default_factory=SharedLock)
     closed: bool = False
 
@@ -45,6 +47,7 @@ class Members:
         del silence_s
         if address.process in self.silent:
             raise PeerError("silent")
+        self.asked.add(self.me.number)
         yield Link(self.ends[address.process], self.me.number)
 
 
@@ -65,13 +68,15 @@ class Group:
     """Replicas of one worker each."""
 
     def __init__(self, folder: Path, count: int, quorum: int, grace_s: float) -> None:
-        peers = [Peer(number=n, host="host", port=1 + n, first=0, last=NEVER) for n in range(count)]
+        self.peers = [Peer(number=n, host="host", port=1 + n, first=0, last=NEVER) for n in range(count)]
         config = LocalSGDConfig(inner_steps=INNER, quorum=quorum, grace_s=grace_s)
         self.file, self.silent = folder / "rounds.jsonl", set[int]()
         self.ends: dict[int, RoundEnds] = {}
-        for peer in peers:
-            members: Any = Members(peer, peers, self.ends, self.silent)
-            self.ends[peer.number] = RoundEnds(config, RoundRecord(self.file, count), members)
+        self.asked = set[int]()  # replicas that asked another one
+        self.records = [RoundRecord(self.file, count) for _ in range(count)]
+        self.members: list[Any] = [Members(peer, self.peers, self.ends, self.silent, self.asked) for peer in self.peers]
+        for number, members in enumerate(self.members):
+            self.ends[number] = RoundEnds(config, self.records[number], members)
 
     def begin(self, number: int) -> None:
         assert [ends.begin(number) for ends in self.ends.values()] == [None] * len(self.ends)
@@ -83,6 +88,15 @@ class Group:
         if steps == INNER:
             self.ends[replica].arrive()
         return further
+
+    def lose(self, replica: int) -> None:
+        """Ends a replica: the others do not count it any more, and those that wait for its answer get none."""
+        self.silent.add(replica)
+        self.peers[:] = [peer for peer in self.peers if peer.number != replica]
+        members = self.members[replica]
+        with members.lock:
+            members.closed = True
+            members.lock.notify_all()
 
     def ended(self, *replicas: int) -> Round:
         """Returns how the round ended for these replicas, which must agree."""
@@ -154,16 +168,58 @@ def test_replicas_that_do_not_answer_or_have_not_begun_do_no_step(tmp_path: Path
 
 
 def test_another_replica_ends_the_round_of_a_lost_one(tmp_path: Path) -> None:
-    """The lost one may have recorded the round before it was lost: its line counts."""
+    """A replica that waits for the answer of the lost one asks again."""
+    group = Group(tmp_path, 3, quorum=2, grace_s=0.0)
+    group.begin(0)
+    group.do(1)
+    until(lambda: group.asked)
+    group.lose(0)
+    group.do(2)
+    ended = Round(replicas=[1, 2], steps=[0, INNER, INNER])
+    assert group.ended(1, 2) == ended and lines(group.file) == [{"round": 0, "replicas": [1, 2], "steps": ended.steps}]
+
+
+def test_the_line_of_a_lost_replica_counts(tmp_path: Path) -> None:
+    """It may have recorded the round before it was lost."""
     group = Group(tmp_path, 3, quorum=2, grace_s=0.0)
     group.begin(0)
     recorded = RoundRecord(group.file, 3).add(0, Round(replicas=[0, 1], steps=[4, 4, 0]))
-    for ends in group.ends.values():
-        ends._members.everyone = ends._members.everyone[1:]
-    group.silent.add(0)
+    group.lose(0)
     for replica in (1, 2):
         group.do(replica)
     assert group.ended(1, 2) == recorded and len(lines(group.file)) == 1
+
+
+def test_a_replica_that_waits_for_its_quorum_sees_the_line_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two replicas may take themselves for the first: replica 1 lost its connection to 0, which ends the round."""
+    monkeypatch.setattr("elastic.replicas.round_ends.LOOK_S", 0.01)
+    group = Group(tmp_path, 2, quorum=2, grace_s=0.0)
+    group.begin(0)
+    group.lose(0)
+    find, looks = group.records[1].find, list[int]()
+    monkeypatch.setattr(group.records[1], "find", lambda number: looks.append(number) or find(number))
+    group.do(1)
+    until(lambda: len(looks) > 3)  # after those before it waits
+    recorded = RoundRecord(group.file, 2).add(0, Round(replicas=[0, 1], steps=[4, 4]))
+    assert group.ended(1) == recorded
+
+
+def test_an_older_arrival_does_not_replace_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests of a replica may arrive in any order, when it asks again after a lost connection."""
+    monkeypatch.setattr("elastic.replicas.round_ends.LOOK_S", 0.01)
+    group = Group(tmp_path, 2, quorum=2, grace_s=0.0)
+    group.begin(0)
+    find, looks = group.records[0].find, list[int]()
+    monkeypatch.setattr(group.records[0], "find", lambda number: looks.append(number) or find(number))
+    for steps in (INNER, 2):
+        looks.clear()
+        request = {"op": "arrive", "step": 0, "steps": [[1, steps]]}
+        threading.Thread(target=group.ends[0].answer, args=(request, 1), daemon=True).start()
+        until(lambda: len(looks) > 5)  # so that both wait
+    group.do(0)
+    assert group.ended(0).steps == [INNER, INNER]
 
 
 def test_a_round_that_cannot_be_recorded_ends_the_replica(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from runtime.files import json_objects
 from runtime.files.json_objects import JsonObject
 from runtime.files.run_directory import ROUNDS
 
-WorkerSteps = Mapping[int, int]  # by worker
+WorkerSteps = Mapping[int, int]  # each worker's steps in a round
 LOOK_S = 1.0  # another replica may end a round too, after a lost connection: its line is read after this time
 
 
@@ -153,7 +153,7 @@ class RoundEnds:
                 if self._members.closed:
                     raise PeerError(LEAVES)
                 me = self._members.me.number
-                if replica == me and min(peer.number for peer in self._taking_part(number)) != me:
+                if replica == me and any(peer.number < me for peer in self._taking_part(number)):
                     raise PeerError("another replica ends the round")
                 wait_s = inf if number in self._ending else self._remaining_s(number)
                 if wait_s <= 0:

@@ -29,7 +29,7 @@ class RoundRecord:
     def __init__(self, file: Path, num_workers: int) -> None:
         self._file, self.num_workers = file, num_workers
         self.rounds: dict[int, Round] = {}  # by number, from 0 on
-        self._offset = 0  # the first unread byte's
+        self._offset = 0  # where unread lines begin
 
     def find(self, number: int) -> Round | None:
         """Returns a round; None if it is not recorded. ValueError for a record of other workers, or of no rounds."""
