@@ -126,6 +126,15 @@ ENTRY %main (p: f32[1000000]) -> f32[1000000] {
 """.replace("METADATA", 'metadata={op_name="jit(step)/replica_all_reduce/psum"}')
 
 
+def test_groups_that_span_nodes_are_refused() -> None:
+    shape = MeshShape(replica_inter=2, shard_inter=2, replica_intra=1, shard_intra=1, tensor=1)
+    step = CompiledStep(text=PROGRAM, shape=shape, argument_bytes=0, temporary_bytes=0)
+    with pytest.raises(
+        ValueError, match=r"^the clock times exchanges between replicas, .* at most --devices_per_node$"
+    ):
+        step_time(step, small(), Links(rate="10mbit"), 0.1)
+
+
 @pytest.mark.parametrize("inner_steps", [0, 10])
 def test_a_step_is_its_compute_and_its_part_of_an_exchange(inner_steps: int) -> None:
     shape = MeshShape(replica_inter=NODES, shard_inter=1, replica_intra=1, shard_intra=1, tensor=1)

@@ -1,6 +1,7 @@
 """Computes the time of a step on CPU nodes with slow links, without running it.
 
-    python -m lab.clock --config=configs/quickstart.py --nodes=4 --rate=10mbit,50mbit --latency=0ms,20ms --step_s=0.1
+    python -m lab.clock --config=configs/quickstart.py --config.sharding.strategy=ddp \
+        --config.sharding.partition_size=0 --nodes=4 --rate=10mbit,50mbit --latency=0ms,20ms --step_s=0.1
 
 The step is compiled for the nodes, and its collectives are timed as gloo performs them. `--step_s` states the seconds
 of a step without communication, such as a step on one node that has no other work. Overrides such as

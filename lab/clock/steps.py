@@ -46,7 +46,15 @@ def compiled(words: Sequence[str], nodes: int, devices_per_node: int = 1) -> Com
 
 
 def step_time(step: CompiledStep, config: Config, links: Links, compute_s: float) -> StepTime:
-    """Returns the time of a mean step on links, with a step's stated seconds of compute."""
+    """Returns the time of a mean step on links, with a step's stated seconds of compute.
+
+    ValueError if partition groups span nodes: over gloo training packs their gathers, which the program does not show.
+    """
+    if step.shape.shard_inter > 1:
+        raise ValueError(
+            "the clock times exchanges between replicas, but partition groups span nodes; set sharding.strategy=ddp "
+            "and sharding.partition_size=0, or a partition_size of at most --devices_per_node"
+        )
     program, interval = behind_warm_up(parse_program(step.text)), interval_of(config)
     network = network_of(links, step.shape.devices_per_node)
     timelines = [
