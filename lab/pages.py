@@ -79,6 +79,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "replicas": lambda: step_tables.replicas(of("replicas")),
         "time to loss": lambda: time_to_loss_table.table(of("time_to_loss")),
         "steps on the wire": lambda: time_to_loss_table.step_times(of("time_to_loss")),
+        "steps with latency": lambda: time_to_loss_table.with_latency(of("time_to_loss")),
         "fastest by link": lambda: time_to_loss_table.choice(of("time_to_loss")),
         "events of replicas": lambda: replica_events.table(of("replica_events")),
         "random events of replicas": lambda: replica_events.random_table(of("replica_events")),

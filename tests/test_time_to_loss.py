@@ -70,7 +70,7 @@ def test_only_steps_after_the_first_ones_are_timed_in_whole_intervals(monkeypatc
 
     monkeypatch.setattr(bench, "run", run)
     for name, lengths, steps in (("dense", 8, [4, 5, 6, 7, 8]), ("averages, 10 steps", 20, [20])):
-        links = bench.times_of({"method": name, "rates": ["10mbit", "1gbit"]}, python="")["links"]
+        links = bench.times_of({"method": name, "rates": ["10mbit", "1gbit"], "latency": "0ms"}, python="")["links"]
         assert found[-2:] == [(lengths, "--rate=10mbit"), (lengths, "--rate=1gbit")]
         for link in links.values():
             assert link == {"step_times_s": [*map(float, steps)], "sent_bytes": 1e6 * np.mean(steps)}
@@ -101,12 +101,14 @@ def by_hand() -> Iterator[dict[str, Any]]:
         for seed, rate, factor in ((0, 2e-3, 1.0), (1, 2e-3, 1.1), (0, 1e-3, 1.5), (1, 1e-3, 1.5)):
             yield {**about, "seed": seed, "learning_rate": rate, "validation_losses": [factor * x for x in losses]}
     for name, (slow, fast, sent) in STEPS.items():
+        about = {"part": "times", "method": name, "latency": "0ms", "commit": "a"}
         for repetition, factor in enumerate((1.0, 0.9, 1.1)):  # a meeting: the mean counts, not the median
             links = {"10mbit": slow, "1gbit": fast}
             times = {rate: [0.5 * factor * x] * 4 + [3.0 * factor * x] for rate, x in links.items()}
             found = {rate: {"step_times_s": of, "sent_bytes": 1e6 * sent} for rate, of in times.items()}
-            about = {"part": "times", "method": name, "rates": list(links), "repetition": repetition, "commit": "a"}
-            yield {**about, "links": found}
+            yield {**about, "rates": list(links), "repetition": repetition, "links": found}
+        far = {"1gbit": {"step_times_s": [20 * fast], "sent_bytes": 1e6 * sent}}
+        yield {**about, "latency": "20ms", "rates": ["1gbit"], "repetition": 0, "links": far}
 
 
 def test_time_and_bytes_to_the_loss_are_those_by_hand() -> None:
@@ -125,6 +127,16 @@ def test_time_and_bytes_to_the_loss_are_those_by_hand() -> None:
             assert time and (time.value, time.low, time.high) == pytest.approx((seconds, 0.9 * seconds, 1.1 * seconds))
     assert joining.bytes_to_loss(found, "coded") == pytest.approx((15 * 6 + (coded - 15) * 1) * 1e6)
     assert joining.bytes_to_loss(found, "local") == pytest.approx(35e6)
+
+
+def test_links_with_latency_are_links_of_their_own() -> None:
+    lines = list(by_hand())
+    found = joining.joined(lines, BY_HAND)
+    assert joining.rates_of(found) == ["10mbit", "1gbit"]
+    time = joining.time_to_loss(found, "local", "1gbit, 20ms")
+    assert time and time.value == pytest.approx(70 * 20 * 0.8)
+    near = joining.time_to_loss(found, "local", "1gbit")
+    assert near and near.value == pytest.approx(70 * 0.8)
 
 
 def test_ratios_are_of_one_seed_and_one_repetition() -> None:

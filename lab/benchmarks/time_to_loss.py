@@ -2,7 +2,7 @@
 
     python -m lab.benchmarks.time_to_loss --part=losses [--seeds=3] [--learning_rates=2e-3,4e-3] [--pytorch=PYTHON]
     python -m lab.benchmarks.time_to_loss --part=times [--rates=10mbit,50mbit,200mbit,1gbit] [--repetitions=3] \
-        [--only="dense;pytorch ddp"] [--pytorch=PYTHON]
+        [--latency=20ms] [--only="dense;pytorch ddp"] [--pytorch=PYTHON]
 
 Trains the decoder of lab/benchmarks/time_to_loss.toml with its methods, 4 nodes of a device and one micro-step, and the
 same decoder in PyTorch (pytorch_on_text.py, with a Python that has torch): same parameters, batches, learning rates.
@@ -62,6 +62,7 @@ TASK: dict[str, Any] = accuracy.RUNS["replicas"] | {"optimizer.name": "adamw", "
 TASK |= RUNS["task"]
 RATE = "optimizer.learning_rate"
 DENSE = "dense"
+NO_LATENCY = "0ms"
 TIMED = 5  # steps at a rate, at least
 CONNECTING = 3  # the first steps, which do not count
 
@@ -129,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         part=("losses", "losses or times"),
         rates=("10mbit,50mbit,200mbit,1gbit", "of the links, as for tc"),
+        latency=(NO_LATENCY, "of the links, one way"),
         repetitions=(3, "of each method's times, in turn"),
         seeds=(1, "number of runs of each method for its losses, with seeds from 0"),
         learning_rates=(str(TASK[RATE]), "of the runs for losses without one of their own; tables take the best"),
@@ -155,7 +157,7 @@ def planned(options: Namespace) -> list[Key]:
         ]
     rates = sorted(options.rates.split(","), key=lambda rate: Links(rate=rate).rate_bits())
     own = [name for name in chosen if METHODS[name].times == name]
-    return alternating(options.repetitions, part=["times"], rates=[rates], method=own)
+    return alternating(options.repetitions, part=["times"], rates=[rates], latency=[options.latency], method=own)
 
 
 # --------------------------------------------------------------------------------------------------------- the runs
@@ -182,7 +184,8 @@ def times_of(key: Key, *, python: str) -> dict[str, Any]:
     timed = replace(method, peer=method.peer and method.peer | {"dense_steps": 0})
     links, command = {}, ""
     for rate in key["rates"]:
-        nodes = emulator(rate, WORKDIR / "time_to_loss" / "emulate", nodes=NODES, devices_per_node=1)
+        folder, latency = WORKDIR / "time_to_loss" / "emulate", f"--latency={key['latency']}"
+        nodes = emulator(rate, folder, latency, nodes=NODES, devices_per_node=1)
         rows, command = run(timed, "times", keys, nodes, [python])
         rows = [row for row in rows if row["step"] > first]
         sent = fmean(row["wire_tx_bytes"] for row in rows)

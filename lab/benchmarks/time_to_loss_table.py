@@ -1,11 +1,13 @@
 """Joins the parts of time_to_loss.jsonl: how long a method takes to the dense run's loss on each link, and its bytes.
 
-A run's time at step t is `t` times the mean step time on the emulated link. If a method begins with `dense_steps` in
+A run's time at step t is `t` times the mean step time on the emulated link. A link is a rate ("200mbit"), or a rate and
+a latency ("200mbit, 20ms"). If a method begins with `dense_steps` in
 f32, these steps have the dense method's time and bytes.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
 
 from matplotlib.figure import Figure
@@ -14,7 +16,7 @@ from configs.losses import WITHIN
 from lab.benchmarks.names import on_pages
 from lab.benchmarks.step_tables import bytes_per_s, turn_of
 from lab.benchmarks.steps import PEER
-from lab.benchmarks.time_to_loss import DENSE, METHODS, RUNS, Method
+from lab.benchmarks.time_to_loss import DENSE, METHODS, NO_LATENCY, RUNS, Method
 from lab.plots import OUTSIDE, rate_in_words
 from lab.records import Line, Range, spread
 from runtime.files.pages import markdown
@@ -29,12 +31,12 @@ class Joined:
 
     method: Method
     curves: Mapping[int, tuple[Sequence[int], Sequence[float]]]  # steps and losses, by seed
-    means_s: Mapping[str, Mapping[tuple[str, int], float]]  # the mean step by rate, commit and repetition
+    means_s: Mapping[str, Mapping[tuple[str, int], float]]  # the mean step by link, commit and repetition
     step_bytes: float | None  # that a node sends
 
-    def step_s(self, rate: str) -> Range | None:
-        """Returns median and range of the repetitions' mean step; None if it was not timed at the rate."""
-        means = [*self.means_s.get(rate, {}).values()]
+    def step_s(self, link: str) -> Range | None:
+        """Returns median and range of the repetitions' mean step; None if it was not timed on the link."""
+        means = [*self.means_s.get(link, {}).values()]
         return Range(value=median(means), low=min(means), high=max(means)) if means else None
 
 
@@ -47,8 +49,10 @@ def joined(lines: Sequence[Line], methods: Mapping[str, Method] = METHODS) -> di
         timed = [x for x in lines if (x["part"], x["method"]) == ("times", method.times)]
         means_s: dict[str, dict[tuple[str, int], float]] = {}
         for line in timed:
-            for rate, link in line["links"].items():
-                means_s.setdefault(rate, {})[turn_of(line)] = fmean(link["step_times_s"])
+            for rate, found_there in line["links"].items():
+                latency = line.get("latency", NO_LATENCY)
+                link = rate if latency == NO_LATENCY else f"{rate}, {latency}"
+                means_s.setdefault(link, {})[turn_of(line)] = fmean(found_there["step_times_s"])
         sent = [link["sent_bytes"] for line in timed for link in line["links"].values()]
         found[name] = Joined(
             method=method,
@@ -143,8 +147,8 @@ def bytes_to_loss(found: Mapping[str, Joined], name: str) -> float | None:
 
 
 def rates_of(found: Mapping[str, Joined]) -> list[str]:
-    """Returns the rates at which the dense method was timed, slowest first."""
-    return sorted(found[DENSE].means_s, key=bytes_per_s)
+    """Returns the rates at which the dense method was timed without latency, slowest first."""
+    return sorted((link for link in found[DENSE].means_s if "," not in link), key=bytes_per_s)
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -175,6 +179,21 @@ def step_times(lines: Sequence[Line]) -> str:
             rows.append([f"`{on_pages(name)}`", f"{one.step_bytes / 1e6:.3f}", *cells])
     heads = [f"s a step at {rate_in_words(rate)}" for rate in rates]
     return markdown(["method", "MB that a node sends in a step", *heads], rows)
+
+
+def with_latency(lines: Sequence[Line]) -> str:
+    """Returns a row per method that was timed on links with latency: a mean step, and the time to the loss."""
+    found, rows = joined(lines), []
+    far = [link for link in found[DENSE].means_s if "," in link]
+    rates = {link.split(",")[0] for link in far}
+    links = sorted((x for x in found[DENSE].means_s if x.split(",")[0] in rates), key=lambda link: (len(link), link))
+    for name, one in found.items():
+        if any(one.step_s(link) for link in far):
+            steps, times = ([of(link) for link in links] for of in (one.step_s, partial(time_to_loss, found, name)))
+            cells = [time.text(2) if time else NONE for time in steps]
+            rows.append([f"`{on_pages(name)}`", *cells, *(time.text(0) if time else NONE for time in times)])
+    heads = [f"s a step at {link}" for link in links] + [f"s to the loss at {link}" for link in links]
+    return markdown(["method", *heads], rows)
 
 
 def choice(lines: Sequence[Line]) -> str:
