@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.emulating import (
@@ -29,7 +30,7 @@ from support.emulating import (
 from support.tables import every_row
 from support.waiting import until
 
-from launch.emulate import control, namespaces
+from launch.emulate import control, job, namespaces
 from launch.emulate.__main__ import main
 from launch.emulate.delay_line import DelayQueue
 from launch.emulate.delays import DelayLine
@@ -124,17 +125,23 @@ def test_exit_codes(tmp_path: Path, program: str, code: int, said: str) -> None:
     assert said in outcome[2] and "Traceback" not in outcome[2]
 
 
-@pytest.mark.slow
-@EMULATED
-def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    ignores = f"signal.signal(signal.SIGTERM, lambda *_: print('no'))\nif rank == 0: open({str(there)!r}, 'w')\n"
-    fails = (
-        f"if rank == 1:\n while not os.path.exists({str(there)!r}): time.sleep(0.01)\n sys.exit(6)\n"
-        "while True: time.sleep(1)"
-    )
-    code, out, _ = finish(emulate(tmp_path, RANK + ignores + fails, "--grace_s=0.2"))  # and 10 s more
-    assert (code, out) == (6, "up\nno\n")
+def test_after_a_failure_the_others_get_sigterm_and_10_s_later_sigkill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, signals = [100.0], []
+    monkeypatch.setattr(job.time, "monotonic", lambda: now[0])
+    cluster = SimpleNamespace(workdir=tmp_path, nodes=[])
+    started = job.ClusterJob(cast("Any", cluster), [], devices=1, processes_per_node=1, grace_s=5.0)
+    cluster.nodes = [SimpleNamespace(marks=set())] * 2
+    for rank, code in enumerate((6, None)):
+        handle = SimpleNamespace(
+            poll=lambda code=code: code, send_signal=lambda number: signals.append((now[0], number))
+        )
+        started.processes.append(job.EmulatedProcess(rank=rank, node=rank, handle=cast("Any", handle)))
+    for _ in range(24):
+        started.watch()
+        now[0] += 1.0
+    assert signals == [(106.0, signal.SIGTERM), (117.0, signal.SIGKILL)] and started.exit_code() == 6
 
 
 @pytest.mark.slow
