@@ -12,7 +12,7 @@ from support.repositories import without_variables  # noqa: F401 (a fixture)
 
 from configs import command_line
 from configs.schema.own import OWN
-from lab.benchmarks import compiled, gpu, overlap_table, replica_events, runner, step_tables, steps
+from lab.benchmarks import asynchronous, compiled, gpu, overlap_table, replica_events, runner, step_tables, steps
 from lab.benchmarks.gpu import Device, interval, mfu, table
 from lab.benchmarks.names import config_file
 from lab.benchmarks.overlap_table import CASES, keys_of
@@ -259,3 +259,15 @@ def test_an_event_costs_its_longest_step_beyond_a_calm_one_of_its_run() -> None:
         ["none", "2", "1.5 (1.0 to 2.0)", "2.5 (2.0 to 3.0)", "1.0 (0.0 to 2.0)"],
         ["kill", "2", "2.5 (2.0 to 3.0)", "6.5 (4.0 to 9.0)", "5.0 (3.0 to 7.0)"],
     ]
+
+
+def test_asynchronous_rounds_count_once_the_slow_node_is_slow() -> None:
+    rounds = [(0, [0, 1], [200, 200, 200]), (1, [0, 1, 2], [200, 200, 150])]  # the second: not slow yet
+    rounds += [(2, [0, 1, 2], [200, 200, 50]), (3, [0, 1, 2], [200, 200, 60])]
+    rows = [[{"step": 200 * (i + 1), "in_steps": share} for i, share in enumerate((0.0, 0.0, 0.8, 0.9))]] * 3
+    found = asynchronous.summary([dict(zip(("round", "replicas", "steps"), x, strict=True)) for x in rounds], rows)
+    assert (found["rounds"], found["rounds_of_all"], found["steps"]) == (4, 2, [200, 200, 55])
+    assert found["in_steps"] == pytest.approx([0.85] * 3)
+    losses = {"run": 2.02, "replay": 2.02, "lockstep": 2.0}
+    line = {"latency": "80ms", "validation_losses": losses, **found}
+    assert asynchronous.table([line]).splitlines()[-1] == "| 80ms | 1 | 200.0 | 55.0 | 85.0 | +1.00% | 1 of 1 |"
