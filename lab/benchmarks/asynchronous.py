@@ -1,4 +1,4 @@
-"""Measures asynchronous rounds of local SGD on links with latency: three nodes, one of them four times slower.
+"""Measures asynchronous rounds of local SGD on links with latency: two fast nodes and a slow one.
 
     python -m lab.benchmarks.asynchronous [--repetitions=3] [--latency=80ms]
 
@@ -156,7 +156,7 @@ def metrics_of(workdir: Path, group: int) -> Path:
 def summary(rounds: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Returns the mean steps of each worker, and each group's mean share of time in steps, where all were heard.
 
-    Without the first of these rounds, in which the slow node was not slow yet. FailedRunError if there is no other.
+    Without the first of these rounds, in which the slow node was not slow yet. FailedRunError without a second one.
     """
     heard = dict([(line["round"], line["steps"]) for line in rounds if len(line["replicas"]) == WORKERS][1:])
     if not heard:
