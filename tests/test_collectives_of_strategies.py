@@ -99,8 +99,7 @@ def expected_mics(p: int, *, hierarchical: bool = True, gather: str = "layer") -
     ("p", "how"),
     [
         (4, {}),
-        (4, {"gather": "step"}),
-        pytest.param(4, {"gather": "micro_step"}, marks=SLOW),
+        *(pytest.param(4, {"gather": how}, marks=SLOW) for how in ("step", "micro_step")),
         *(pytest.param(p, {}, marks=SLOW) for p in (1, 2, 8)),
         *(pytest.param(p, {"hierarchical": False}, marks=SLOW) for p in (4, 8)),
     ],
@@ -154,6 +153,7 @@ def test_node_node_all_shards_the_optimizer_over_everything() -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_two_hop_gradients_are_all_reduced_every_micro_step() -> None:
     """MiCS section 3.4: the alternative moves 2 M (n-1)/n in each of the s micro-steps."""
     collectives = read(strategy="mics", partition_size=4, two_hop=False)

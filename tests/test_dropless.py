@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import workload
-from support.suite import SLOW
+from support.suite import sampled
 
 import models
 from configs.schema import MoeConfig
@@ -134,10 +134,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-MARKS = {"mics(4), 4": (), "zero3, 4, flat": SLOW, "mics(4), node, adapters": SLOW}
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=MARKS.get(x, pytest.mark.release)) for x in STRATEGIES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sampled([*STRATEGIES], "mics(4), 4", "zero3, 4, flat", "mics(4), node, adapters"))
 def test_every_strategy_trains_like_one_device_and_sends_the_formula(name: str) -> None:
     """Three gathers and two sums of tokens for each layer and micro-step, and two gathers and a sum of their routing.
 

@@ -19,7 +19,6 @@ from examples.methods.demo import by_frequency, from_blocks, to_blocks
 from examples.methods.power_sgd import power_sgd
 from examples.methods.sparse_loco import Chunks, sparse
 from sharding import hlo
-from sharding.mesh import INTER_AXES
 from sharding.plan import ShardingPlan
 
 SPECS = workload.TENSORS
@@ -134,7 +133,8 @@ def test_dgc_matches_numpy() -> None:
     assert {c.dtype for c in gathers} == {"f32", "s32"} and sum(c.inter_bytes for c in gathers) == 3 * sent
 
 
-@pytest.mark.parametrize("layout", ["tensor", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mics(2)", "zero1"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "zero1"])
 def test_dgc_result_plus_residual_is_the_mean_in_every_layout(layout: str) -> None:
     """A step with a bad value changes nothing."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
@@ -244,28 +244,11 @@ def test_power_sgd_matches_numpy_in_every_layout(layout: str) -> None:
     np.testing.assert_allclose(sent, [4 * sum(held)] * exact + [of_factors] * (steps - exact))
 
 
-def test_power_sgd_is_exact_for_matrices_of_its_rank() -> None:
-    """A matrix of rank 1 comes through whole with rank 4; the factors' other columns find nothing."""
-    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
-    grads, _ = gradients(plan, 0)
-    flat = jax.tree.map(lambda g: jnp.ones_like(g) * 0.01, grads)
-    out, _ = jax.jit(power_sgd(plan, SPECS, 4).update)(flat, power_sgd(plan, SPECS, 4).init(workload.params("tensors")))
-    jax.tree.map(lambda x: np.testing.assert_allclose(x, 0.01, rtol=1e-4), out)
-
-
-def test_power_sgd_recovers_from_a_zero_gradient() -> None:
-    """As the first ones of a residual branch that starts at scale 0, and of delayed hops, are."""
-    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
-    tx = power_sgd(plan, SPECS, 2)
-    grads, _ = gradients(plan, 0)
-    update = jitted_update(tx)
-    _, state = update(jax.tree.map(jnp.zeros_like, grads), tx.init(workload.params("tensors")))
-    out, _ = update(grads, state)
-    assert all(np.asarray(x).any() for x in jax.tree.leaves(out))
-
-
 def test_power_sgd_works_for_gradients_of_any_magnitude() -> None:
-    """Small ones come through as others do; one whose norm is out of range is skipped, and nothing of it is kept."""
+    """Small ones come through as others do; one whose norm is out of range is skipped, and nothing of it is kept.
+
+    A matrix of rank 1 comes through whole with rank 2; after zeros, as of a branch that starts at scale 0, others do.
+    """
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     params, tx = workload.params("tensors"), workload.chained(power_sgd(plan, SPECS, 2), optax.sgd(1.0))
     update = jitted_update(tx)
@@ -283,22 +266,8 @@ def test_power_sgd_works_for_gradients_of_any_magnitude() -> None:
     out, state = moves(1e24)
     assert int(state[1].skipped) == 2 and not any(x.any() for move in out for x in move.values())
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(state[0].residual))
-
-
-@pytest.mark.slow
-def test_power_sgd_stays_close_to_dense_losses() -> None:
-    """Three steps stay near the dense losses, with few bytes between nodes."""
-    plan, specs = workload.plan("decoder", **LAYOUTS["none/node/4"]), workload.specs("decoder")
-    compiled, state, data = workload.compiled_step("decoder", plan, all_reduce=power_sgd(plan, specs, 2))
-    losses, state, _ = workload.run_steps(compiled, state, data, 3)
-    dense = workload.single_device_losses("decoder")[:3]
-    np.testing.assert_allclose(losses[0], dense[0], rtol=1e-5)
-    np.testing.assert_allclose(losses, dense, rtol=0.1)
-    found = hlo.read_collectives(compiled.as_text(), plan.layout.shape)
-    crossing = sum(
-        c.inter_bytes * c.times for c in found if c.label == "replica_all_reduce" and set(c.axes) & set(INTER_AXES)
-    )
-    held = 4 * sum(x.size for x in jax.tree.leaves(state.params)) / plan.layout.shape.size(plan.layout.gradients)
-    assert crossing < held
-    told = statistics(state.all_reduce)
-    assert told["all_reduce_payload_bytes"] < held and told["all_reduce_ratio"] > 1 == told["all_reduce_fraction_sent"]
+    grads = gradients(plan, 0)[0]
+    same, _ = update(jax.tree.map(lambda g: jnp.full_like(g, 0.01), grads), tx.init(params), params)
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, -0.01, rtol=1e-4), same)
+    _, state = update(jax.tree.map(jnp.zeros_like, grads), tx.init(params), params)
+    assert all(np.asarray(x).any() for x in jax.tree.leaves(update(grads, state, params)[0]))

@@ -24,6 +24,12 @@ SMALL: dict[str, Any] = dict(
 )
 
 
+def first_params(model: models.Model) -> Any:
+    """Random parameters; a compiled `init` takes longer than a small forward pass."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda spec: rng.normal(0, 0.3, spec.shape).astype(np.float32), model.param_specs())
+
+
 @every_row("per_token", [1, 2])
 @every_row("room", [1, 12])
 def test_routes_equal_a_plain_router(per_token: int, room: int) -> None:
@@ -58,7 +64,7 @@ def test_routes_equal_a_plain_router(per_token: int, room: int) -> None:
 )
 def test_objective_and_gradients_equal_the_dense_loop(changes: dict[str, Any]) -> None:
     model = models.build(MoeConfig(**SMALL, num_experts=4, balance_loss=0.1, z_loss=0.1, **changes))
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = first_params(model)
     batch = {name: jnp.asarray(x) for name, x in workload.batch(6).items()}
 
     def run() -> Any:
@@ -111,7 +117,7 @@ def test_documents_of_a_row_compete_for_room() -> None:
     for capacity_factor, equal in ((8.0, True), (0.5, False)):
         model = models.build(MoeConfig(**SMALL, num_experts=4, experts_per_token=1, capacity_factor=capacity_factor))
         assert isinstance(model, models.Moe)
-        params = jax.jit(model.init)(jax.random.key(0))
+        params = first_params(model)
         packed = jax.jit(lambda p, m=model: m.logits(p, tokens, workload.whole, segments))(params)[:, 4:]
         alone = jax.jit(lambda p, m=model: m.logits(p, tokens[:, 4:], workload.whole))(params)
         assert np.allclose(packed, alone, atol=1e-5) == equal
@@ -128,7 +134,7 @@ def test_prompts_go_to_experts_and_padding_takes_no_room() -> None:
     for capacity_factor in (4.0, 0.5):
         model = models.build(MoeConfig(**SMALL, num_experts=4, capacity_factor=capacity_factor))
         assert isinstance(model, models.Moe)
-        params = jax.jit(model.init)(jax.random.key(0))
+        params = first_params(model)
 
         @jax.jit
         def loss_and_logits(p: Any, rows: Any, m: models.Moe = model) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +150,7 @@ def test_prompts_go_to_experts_and_padding_takes_no_room() -> None:
 def test_sampling_takes_the_most_likely_token(moe_every: int) -> None:
     """With room for all: a sampled token has the room of its row to itself."""
     model = models.Moe(MoeConfig(**SMALL, num_experts=4, capacity_factor=4.0, moe_every=moe_every))
-    params = jax.jit(model.init)(jax.random.key(1))
+    params = first_params(model)
     prompt = jnp.asarray(workload.batch(2)["tokens"])[:, :3]
     keys = jax.random.split(jax.random.key(0), 2)
     found = jax.jit(lambda p: model.generate(p, prompt, keys, workload.whole, length=4, temperature=0.0))(params)

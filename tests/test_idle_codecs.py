@@ -32,11 +32,15 @@ def chain_of(plan: ShardingPlan, name: str, *, late: bool) -> optax.GradientTran
     return workload.chained(METHODS[name].transform(setup), optax.sgd(1.0))
 
 
-def stepped(plan: ShardingPlan, method: str, states: Any, params: Any, seed: int, *, late: bool) -> Any:
-    """Returns the moves of a step with random gradients, and the states after it, where those before it are."""
-    update = jax.jit(chain_of(plan, method, late=late).update)
-    moves, after = update(gradients(plan, seed)[0], states, params)
-    return moves, jax.device_put(after, jax.tree.map(lambda x: x.sharding, states))
+def stepper(plan: ShardingPlan, chain: optax.GradientTransformation) -> Any:
+    """Returns a function of states, parameters and a seed: a step's moves, and the states where they were before."""
+    update = jax.jit(chain.update)
+
+    def step(states: Any, params: Any, seed: int) -> Any:
+        moves, after = update(gradients(plan, seed)[0], states, params)
+        return moves, jax.device_put(after, jax.tree.map(lambda x: x.sharding, states))
+
+    return step
 
 
 @pytest.mark.parametrize(
@@ -54,27 +58,28 @@ def test_an_idle_codec_keeps_its_state_from_four_nodes_over_one_to_two(
     """On one node the exact mean comes out, and the residuals wait for a link between nodes."""
     worlds = [(4, 2), (1, per_node), (2, 2)]
     plans = [workload.plan("tensors", nodes=n, per_node=m, strategy="mics", partition_size=2) for n, m in worlds]
-    firsts = [workload.first_state("tensors", plan, chain_of(plan, method, late=late)) for plan in plans]
-    four, one, two = plans
+    chains = [chain_of(plan, method, late=late) for plan in plans]
+    firsts = [workload.first_state("tensors", *given) for given in zip(plans, chains, strict=True)]
+    in_four, in_one, in_two = map(stepper, plans, chains)
     states = firsts[0].chain
     for step in range(3):
-        _, states = stepped(four, method, states, firsts[0].params, step, late=late)
+        _, states = in_four(states, firsts[0].params, step)
     residual = lambda states: owed((states[0].exchange if late else states[0]).residual.tree)
     before = residual(states)
     assert max(np.abs(x).max() for x in jax.tree.leaves(before)) > 1e-5
 
     save(tmp_path, replace(firsts[0], all_reduce=states[0], opt_state=states[1]), 3)
     found = restore(tmp_path, firsts[1])
-    waiting = found.all_reduce.waiting.tree if late else gradients(one, 3)[1]
-    moves, states = stepped(one, method, found.chain, found.params, 3, late=late)
+    waiting = found.all_reduce.waiting.tree if late else gradients(plans[1], 3)[1]
+    moves, states = in_one(found.chain, found.params, 3)
     mean = replicas(waiting, lambda x_R: x_R.mean(0))
     jax.tree.map(lambda x, g: np.testing.assert_allclose(-x, g, atol=1e-6), moves, mean)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), residual(states), before)
 
     save(tmp_path, replace(found, all_reduce=states[0], opt_state=states[1]), 4)
     found = restore(tmp_path, firsts[2])
-    waiting = found.all_reduce.waiting.tree if late else gradients(two, 4)[1]
-    moves, states = stepped(two, method, found.chain, found.params, 4, late=late)
+    waiting = found.all_reduce.waiting.tree if late else gradients(plans[2], 4)[1]
+    moves, states = in_two(found.chain, found.params, 4)
     came = replicas(waiting, lambda x_R: x_R.mean(0))
     jax.tree.map(
         lambda x, left, came, old: np.testing.assert_allclose(left - x, came + old, atol=1e-6),
@@ -105,10 +110,11 @@ def test_a_method_that_replaces_the_optimizer_updates_on_one_node_as_it_does_on_
 ) -> None:
     """The moves are bounded as its own are; a mean of gradients would be 50 times as small."""
     plan = workload.plan("tensors", strategy="mics", **where)
-    state = workload.first_state("tensors", plan, chain_of(plan, method, late=False))
+    chain = chain_of(plan, method, late=False)
+    state, step = workload.first_state("tensors", plan, chain), stepper(plan, chain)
     states = state.chain
-    for step in range(3):
-        moves, states = stepped(plan, method, states, state.params, step, late=False)
+    for seed in range(3):
+        moves, states = step(states, state.params, seed)
     largest = max(float(np.abs(x).max()) for x in jax.tree.leaves(moves))
     assert largest == 1 if method == "demo" else 0.2 < largest < 5
     all_reduce = states[0].exchange if method == "one_bit_adam" else states[0]

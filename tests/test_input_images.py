@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 from support.tables import check_rows, raised
 from support.tfds_files import InputTiny, own_data_dir  # noqa: F401 (a fixture)
 
@@ -27,6 +26,8 @@ def settings(**changes: Any) -> DataConfig:
 
 
 def test_digits_splits_partition_the_images() -> None:
+    from sklearn.datasets import load_digits  # takes a second
+
     found = load_digits()
     labels = {}
     for image, label in zip(found.images, found.target, strict=True):

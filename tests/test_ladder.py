@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tables import every_row
 
 from configs import base
 from lab.benchmarks import ladder, ladder_table, site_packages
@@ -16,10 +15,8 @@ from training.experiment import make_experiment
 
 STEPS, RATE, REPLICAS = 4, 2e-2, 4
 WAYS: dict[str, Any] = {
-    "dense": {},
     "int8": {"compression.all_reduce": "int8", "sharding.overlap": "off"},  # all layers share blocks, as here
     "delayed": {"compression.delayed": True},
-    "DiLoCo int4": {"compression.all_reduce": "int4", "local_sgd.inner_steps": 2},
     "MuLoCo": {"optimizer.name": "muon", "local_sgd.inner_steps": 2, "local_sgd.outer_momentum": 0.6},
 }
 
@@ -35,8 +32,9 @@ def small(**keys: Any) -> Any:
     return base.typed(config)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("muon_in_float32")
-@every_row("way", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_virtual_replicas_train_like_replicas_on_devices(way: str) -> None:
     """Parameters after four steps, with two exchanges of local SGD."""
     tokens = np.random.default_rng(0).integers(0, 256, (STEPS, 8, 9)).astype(np.int32)

@@ -14,7 +14,6 @@ from support import workload
 from support.exchanging import CODECS, gradients, jitted_update
 from support.local_replicas import LAYOUTS, inner, replicas_written_out, rows_of_replicas
 from support.suite import SLOW
-from support.tables import every_row
 from support.workload import LORA
 
 from compression.exchange import exchange
@@ -166,7 +165,7 @@ def orthogonal(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("muon_in_float32")
-@every_row("how", LAYOUTS)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=() if how == "mics(2)" else SLOW) for how in LAYOUTS])
 def test_muon_inside_is_its_rule_written_out_and_stays_in_the_replicas(how: str) -> None:
     """MuLoCo (arXiv 2505.23725), twenty steps of hidden matrices, stacked and not; a replica's lie on its devices."""
     specs = workload.TENSORS | {"kernel": ParamSpec(shape=(16, 32), dims=("embed", "mlp"))}

@@ -41,7 +41,6 @@ from training.optimizers import guarded, make_optimizer
 
 INNER_STEPS = 4
 METHODS = {  # learning rate and momentum of the outer step
-    "averages": (1.0, 0.0),
     "DiLoCo": (0.7, 0.9),
     "sparse_loco": (1.0, 0.0),
 }

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from support import workload
-from support.numpy_oracles import program, replicas_on
+from support.numpy_oracles import REPLICAS, program, replicas_on
 from support.running import ROOT
-from support.tables import every_row
 
 from compression.exchange import exchange
 from compression.one_bit_adam import ONE_BIT_ADAM
@@ -36,8 +35,8 @@ def claimed(pattern: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
-def plan_of(replicas: int) -> ShardingPlan:
-    plan = replicas_on(replicas)
+def make_plan() -> ShardingPlan:
+    plan = replicas_on(REPLICAS)
     return ShardingPlan(mesh=plan.mesh, layout=plan.layout, placements=place_all(SPECS, plan.layout))
 
 
@@ -50,28 +49,27 @@ def sent(plan: ShardingPlan, all_reduce: Any) -> list[Collective]:
 
 
 @cache
-def dense_bytes(replicas: int) -> float:
+def dense_bytes() -> float:
     """Returns the bytes of an all-reduce in f32, which are those of the program without a codec."""
-    formula = 2 * (replicas - 1) / replicas * 4 * SIZE
-    assert sum(c.inter_bytes for c in sent(plan_of(replicas), exchange(plan_of(replicas)))) == formula
+    formula = 2 * (REPLICAS - 1) / REPLICAS * 4 * SIZE
+    assert sum(c.inter_bytes for c in sent(make_plan(), exchange(make_plan()))) == formula
     return formula
 
 
-@every_row("replicas", [2, 4])
-def test_demo_sends_13_bits_for_each_value_and_8_bytes_for_each_block(replicas: int) -> None:
+def test_demo_sends_13_bits_for_each_value_and_8_bytes_for_each_block() -> None:
     """To all nodes, and nothing else; of 64 of 4096 values it is as many times less than in f32 as the page says."""
     times, sparsity = claimed(
         r"Between R nodes it sends (\d+)/R times fewer bytes at a sparsity of ([\d.]+) \(64 of 4096\)"
     )
     bits, scales = claimed(r"`1 - sparsity` of the values at (\d+) bits each, and (\d+) bytes per block")
-    plan = plan_of(replicas)
+    plan = make_plan()
     method = demo.method(sparsity=sparsity)
     found = sent(plan, method.build(workload.setup(plan, method)))
     coded, others = ([c for c in found if (c.dtype == "u8") is is_coded] for is_coded in (True, False))
     payload = SIZE // 4096 * (64 * bits / 8 + scales)
-    assert [(c.kind, c.inter_bytes) for c in coded] == [("all-gather", (replicas - 1) * payload)]
+    assert [(c.kind, c.inter_bytes) for c in coded] == [("all-gather", (REPLICAS - 1) * payload)]
     assert sum(c.payload_bytes for c in others) == IS_FINITE
-    assert int(dense_bytes(replicas) / coded[0].inter_bytes * replicas) == times
+    assert int(dense_bytes() / coded[0].inter_bytes * REPLICAS) == times
 
 
 def one_bit_adam(plan: ShardingPlan, step: int) -> Any:
@@ -81,19 +79,18 @@ def one_bit_adam(plan: ShardingPlan, step: int) -> Any:
     return optax.GradientTransformation(method.init, at_step)
 
 
-@every_row("replicas", [2, 4])
-def test_one_bit_adam_sends_a_bit_for_each_value_behind_its_warm_up(replicas: int) -> None:
+def test_one_bit_adam_sends_a_bit_for_each_value_behind_its_warm_up() -> None:
     """And a scale a block, in both halves of the exchange; f32 before. With a warm-up as advised, the page's ratio."""
-    plan, block = plan_of(replicas), base.get_config().compression.block
+    plan, block = make_plan(), base.get_config().compression.block
     warm_up, behind = (sent(plan, one_bit_adam(plan, step)) for step in (9, 10))
     assert {c.dtype for c in warm_up} == {"f32"}
-    assert sum(c.inter_bytes for c in warm_up) == dense_bytes(replicas)
+    assert sum(c.inter_bytes for c in warm_up) == dense_bytes()
     coded, others = ([c for c in behind if (c.dtype == "u8") is is_coded] for is_coded in (True, False))
     assert {c.kind for c in coded} == {"all-to-all", "all-gather"}
     moved = sum(c.inter_bytes for c in coded)
-    assert moved == 2 * (replicas - 1) / replicas * SIZE * (1 / 8 + 4 / block)
+    assert moved == 2 * (REPLICAS - 1) / REPLICAS * SIZE * (1 / 8 + 4 / block)
     assert sum(c.payload_bytes for c in others) == IS_FINITE
     least, most = claimed(r"A whole run then sends ([\d.]+) to ([\d.]+) times less than float32")
     short, long = (share / 100 for share in claimed(r"warm-up (\d+) to (\d+) % of the steps"))
-    ratios = [1 / (share + (1 - share) * moved / dense_bytes(replicas)) for share in (long, short)]
+    ratios = [1 / (share + (1 - share) * moved / dense_bytes()) for share in (long, short)]
     assert least <= ratios[0] < ratios[1] and round(ratios[1], 1) == most

@@ -12,7 +12,6 @@ import optax
 import pytest
 from support import workload
 from support.examples import example_methods  # noqa: F401 (fixture)
-from support.exchanging import jitted_update
 from support.numpy_resnet import build, conv, random_params, relu
 from support.tables import every_row
 from support.workload import BATCH_NORM, whole
@@ -202,14 +201,18 @@ def config(**changes: Any) -> Config:
     return typed(section)
 
 
+def jitted(tx: Any) -> optax.GradientTransformation:
+    return optax.GradientTransformation(jax.jit(tx.init), jax.jit(tx.update))
+
+
 def run_chain(tx: Any, steps: int, factor: float = 1.0) -> tuple[list[Any], Any]:
     """Returns the updates of some steps, and the state; the averages' gradients are multiplied by `factor`."""
     params = FIRST
-    state, out, update = jax.jit(tx.init)(params), [], jax.jit(tx.update)
+    state, out = tx.init(params), []
     for step in range(steps):
         grads = dict(gradients(step))
         grads[AVERAGES] = jax.tree.map(lambda g: factor * g, grads[AVERAGES])
-        updates, state = jax.device_get(update(grads, state, params))
+        updates, state = jax.device_get(tx.update(grads, state, params))
         params = optax.apply_updates(params, updates)
         out.append(updates)
     return out, state
@@ -237,16 +240,17 @@ def test_no_optimizer_moves_the_averages(name: str) -> None:
         lambda params: optax.EmptyState(),
         lambda updates, state, params=None: (jax.tree.map(lambda g: g.mean(0), updates), state),
     )
-    updates, state = run_chain(optax.chain(mean, make_optimizer(c, 8, SPECS)), 3)
+    tx = jitted(optax.chain(mean, make_optimizer(c, 8, SPECS)))
+    updates, state = run_chain(tx, 3)
     check_close(averages_after(updates), expected_averages(3), atol=1e-4)
-    others, _ = run_chain(optax.chain(mean, make_optimizer(c, 8, SPECS)), 3, factor=0.0)
+    others, _ = run_chain(tx, 3, factor=0.0)
     check_close([part_averages(x)[0] for x in updates], [part_averages(x)[0] for x in others])
     trained = jax.tree.map(lambda g: g.mean(0), part_averages(gradients(2))[0])
     np.testing.assert_allclose(state[1].grad_norm, optax.tree.norm(trained), rtol=1e-5)
 
 
 def make_tx(settings: Config) -> Any:
-    return make_chain(settings, four_replicas(), SPECS)
+    return jitted(make_chain(settings, four_replicas(), SPECS))
 
 
 ALL_REDUCE: dict[str, dict[str, Any]] = {
@@ -258,12 +262,16 @@ ALL_REDUCE: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
+def tx_of(method: str) -> Any:
+    return make_tx(config(compression__all_reduce=method, **ALL_REDUCE[method]))
+
+
 @pytest.mark.usefixtures("example_methods")
 @every_row("method", ALL_REDUCE)
 def test_all_reduce_sends_averages_as_they_are(method: str) -> None:
     """No codec, no residual and no momentum: also where the method takes the optimizer's place."""
-    tx = make_tx(config(compression__all_reduce=method, **ALL_REDUCE[method]))
-    updates, state = run_chain(tx, 3)
+    updates, state = run_chain(tx_of(method), 3)
     check_close(averages_after(updates), expected_averages(3), atol=1e-4)
     assert float(watch(state)["skipped_steps"]) == 0
     trained = part_averages(updates[-1])[0]
@@ -297,13 +305,10 @@ def test_averages_of_local_sgd_are_the_mean_of_the_replicas() -> None:
 @every_row("method", ["int8", "demo", "one_bit_adam"])
 def test_a_skipped_step_leaves_what_all_reduce_keeps_as_it_was(method: str) -> None:
     """As a run has it: also where only an average is not finite, which goes past DeMo and 1-bit Adam."""
-    tx = make_tx(config(compression__all_reduce=method, **ALL_REDUCE[method]))
-    params = jax.tree.map(jnp.asarray, FIRST)
-    good = gradients(0)
+    tx, good = tx_of(method), gradients(0)
     bad = good | {AVERAGES: jax.tree.map(lambda g: np.full_like(g, np.inf), good[AVERAGES])}
-    update = jitted_update(tx)
-    _, before = update(good, tx.init(params), params)
-    moves, after = update(bad, before, params)
+    _, before = jax.device_get(tx.update(good, tx.init(FIRST), FIRST))
+    moves, after = jax.device_get(tx.update(bad, before, FIRST))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(moves)) and int(after[1].skipped) == 1
     jax.tree.map(np.testing.assert_array_equal, after[0], before[0])
     assert any(np.asarray(x).any() for x in jax.tree.leaves(before[0]))

@@ -46,7 +46,7 @@ def batch_of(tokens: np.ndarray) -> dict[str, Any]:
 def test_remat_policies_give_equal_gradients_with_less_memory() -> None:
     gradients, temporary_bytes = {}, {}
     batch = batch_of(random_tokens((4, 64)))
-    for remat in ("full", "dots", "none"):
+    for remat in ("full", "none"):
         model = small(remat=remat, num_layers=12, max_len=64, num_kv_heads=4)
         params = jax.tree.map(lambda x: 0.3 * x, perturbed(model))
         step = jax.jit(jax.grad(lambda p, model=model: model.loss(p, batch, workload.whole))).lower(params).compile()
@@ -54,11 +54,8 @@ def test_remat_policies_give_equal_gradients_with_less_memory() -> None:
         memory = step.memory_analysis()
         assert memory is not None
         temporary_bytes[remat] = memory.temp_size_in_bytes
-    for remat in ("dots", "none"):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients["full"], gradients[remat]
-        )
-    assert temporary_bytes["full"] < temporary_bytes["dots"] < temporary_bytes["none"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *gradients.values())
+    assert temporary_bytes["full"] < temporary_bytes["none"]
 
 
 STYLES: list[dict[str, Any]] = [
@@ -92,7 +89,7 @@ def test_each_row_is_sampled_from_its_own_key() -> None:
 
     together = generate(prompt, keys)
     np.testing.assert_array_equal(together[:, :4], prompt)
-    np.testing.assert_array_equal(together[1:3], generate(prompt[1:3], keys[1:3]))
+    np.testing.assert_array_equal(together[::-1], generate(prompt, keys[::-1]))
     assert len({tuple(row) for row in together.tolist()}) == 4
     assert np.all(together < 50)
 

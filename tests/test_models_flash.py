@@ -58,7 +58,7 @@ def check_equal_to_xla(causal: bool, window: int, cap: float, documents: bool, l
         out = flash_attention(q, k, v, segments if documents else None, within, causal, cap)
         return (out * weights).sum(), out
 
-    wanted, found = (jax.grad(f, (0, 1, 2), has_aux=True)(q, k, v) for f in (xla, ours))
+    wanted, found = (jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(q, k, v) for f in (xla, ours))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, wanted)
 
 

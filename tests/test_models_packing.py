@@ -63,7 +63,7 @@ def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> No
 GROUP = dict(strategy="mics", partition_size=4)
 LAYOUTS = [
     pytest.param("decoder", STRATEGIES["hsdp"], marks=SLOW),
-    ("decoder", GROUP | dict(tensor=2)),
+    pytest.param("decoder", GROUP | dict(tensor=2), marks=SLOW),
     pytest.param("decoder", STRATEGIES["none-node-4"], marks=SLOW),
     pytest.param("encoder", STRATEGIES["mics4"], marks=SLOW),
     pytest.param(workload.GEMMA, GROUP | dict(tensor=2), marks=SLOW),
@@ -85,6 +85,7 @@ def test_pipelined_loops_too(kind: str) -> None:
     np.testing.assert_allclose(got, workload.single_device_losses(kind + workload.PACKED), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_oracle_sees_the_documents() -> None:
     one, other = (workload.single_device_losses(f"decoder{suffix}") for suffix in ("", workload.PACKED))
     assert np.abs(one - other).max() > 1e-4

@@ -147,7 +147,7 @@ def test_clipping_uses_the_global_norm(limit: float) -> None:
     close(params, expected)
 
 
-@every_row(("name", "bad"), [*((name, math.nan) for name in NAMES), ("adamw", math.inf)])
+@every_row(("name", "bad"), [("adamw", math.inf), ("adafactor", math.nan), ("muon", math.nan)])
 def test_non_finite_gradient_leaves_the_state_unchanged(name: str, bad: float) -> None:
     config = optimizer_config(name)
     poisoned = jax.tree.map(np.copy, GRADS[1])

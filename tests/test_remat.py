@@ -49,7 +49,10 @@ def test_a_layer_saves_what_its_policy_names(policy: str, *, frozen: bool) -> No
 
 @pytest.mark.parametrize(
     ("remat", "overlap"),
-    [("offload", "auto"), *(pytest.param(*case, marks=SLOW) for case in (("offload", "off"), ("attention", "auto")))],
+    [
+        *(pytest.param(name, "auto", marks=SLOW) for name in ("offload", "attention")),
+        pytest.param("offload", "off", marks=pytest.mark.release),
+    ],
 )
 def test_steps_are_those_of_layers_that_are_computed_again(remat: str, overlap: str) -> None:
     more = {"model.num_layers": 3, "sharding.overlap": overlap}

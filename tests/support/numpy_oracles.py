@@ -87,12 +87,6 @@ def coded(x: np.ndarray, code: Code, block: int) -> np.ndarray:
     return out
 
 
-def bf16(x: np.ndarray) -> np.ndarray:
-    """The upper 16 bits, to the nearest, ties to even."""
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).view(np.float32)
-
-
 def integers(x: np.ndarray, most: int) -> np.ndarray:
     scale = np.abs(x).max() * np.float32(1 / most)
     return np.round(x / scale) * scale if scale else x
