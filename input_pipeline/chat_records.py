@@ -115,7 +115,10 @@ def _checked(number: int, message: JsonObject) -> JsonObject:
         kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
         if other := [kind for kind in kinds if kind != "text"]:
             raise ValueError(f"message {number} has a content part of type {other[0]!r}: only text is trained")
-        content = "".join(str(part.get("text", "")) for part in content)
+        texts = [part.get("text") for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"message {number} has a content part of type 'text' without a string")
+        content = "".join(texts)
         message = message | {"content": content}
     if not isinstance(content, str) and not (role == "assistant" and content is None):
         raise ValueError(f"message {number} has a content of type {type(content).__name__}: write one string")

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from input_pipeline.unpacking import MOST_RATIO, UNPACKERS, most_unpacked, opened
+from input_pipeline.unpacking import MOST_RATIO, UNPACKERS, check_first_bytes, most_unpacked, opened
 from runtime.command_line import check_installed
 from runtime.files import json_objects
 
@@ -90,6 +90,7 @@ def records(path: Path, name: str, columns: Sequence[str] | None = None) -> Iter
         check_installed("pyarrow", name, "shards")
     count = 0
     try:
+        check_first_bytes(path, name)
         for place, content, parse in _READERS[kind](path, columns, name):
             count += 1
             yield Document(f"{name}, {place}" if place else name, content, parse)
@@ -107,7 +108,10 @@ def _text_of(text_field: str, parse: Callable[[Any], Any], content: Any) -> str:
     """Returns the text of a record."""
     record = parse(content)
     text = record if isinstance(record, bytes) else _field(record, text_field)
-    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text (byte {error.start})") from error
     if not isinstance(text, str):
         raise ValueError(f"{text_field!r} is of type {type(text).__name__}, and no text")
     return text
@@ -188,6 +192,8 @@ def _json(path: Path, columns: Sequence[str] | None, name: str) -> _Raw:
 
 
 def _of_json(content: bytes | str) -> Any:
+    if content.strip() in ("{", b"{"):
+        raise ValueError("its object goes on in the next line: write each document in one line, or one list of all")
     return json_objects.value(content, "it", lenient=True)
 
 

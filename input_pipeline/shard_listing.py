@@ -112,6 +112,8 @@ def _chosen(names: Collection[str], pattern: str, where: str, kinds: Sequence[st
         what = f"that matches data.pattern={pattern!r}" if pattern else f"of a known format: {endings(kinds)},"
         raise ValueError(f"data.path {where} has no file {what} among {len(names)} that are not empty")
     for name in wanted:
+        if name.encode(errors="replace").decode() != name:
+            raise ValueError(f"{where} has a file whose name is not UTF-8: rename {name!r}")
         if format_of(name) not in kinds:
             raise ValueError(f"{where}/{name} matches data.pattern={pattern!r}, but known are {endings(kinds)}")
     return wanted

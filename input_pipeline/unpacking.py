@@ -14,6 +14,15 @@ MOST_UNPACKED_BYTES = 64 << 20
 MOST_RATIO = 100
 MOST_XZ_BYTES = 128 << 20  # memory of a decompressor; `xz -9` needs half of it
 _BLOCK_BYTES = 1 << 16
+_FIRST_BYTES = {  # of files, by the ends of their names
+    ".gz": b"\x1f\x8b",
+    ".bz2": b"BZh",
+    ".xz": b"\xfd7zXZ\0",
+    ".zst": b"(\xb5/\xfd",
+    ".parquet": b"PAR1\x15",
+    ".zip": b"PK\x03\x04",
+}
+_LFS_POINTER = b"version https://git-lfs"
 
 
 def _zst(path: Path) -> Any:
@@ -56,6 +65,19 @@ class _Xz(io.RawIOBase):
 
 
 UNPACKERS: Mapping[str, Callable[[Path], Any]] = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": _Xz, ".zst": _zst}
+
+
+def check_first_bytes(path: Path, name: str) -> None:
+    """Raises ValueError if a file begins like a format other than the end of its `name`, or like a Git LFS pointer."""
+    with path.open("rb") as file:
+        begin = file.read(len(_LFS_POINTER))
+    if begin == _LFS_POINTER:
+        raise ValueError("it is a pointer of Git LFS, and not the file: run git lfs pull")
+    ending = Path(name.lower()).suffix
+    other = ".json" if begin.lstrip()[:1] in (b"{", b"[") else ending
+    found = next((end for end, first in _FIRST_BYTES.items() if begin.startswith(first)), other)
+    if found != ending and {found, ending} & {*_FIRST_BYTES}:
+        raise ValueError(f"its content is {found} and not {ending}: rename it, or write it again")
 
 
 def opened(path: Path, name: str) -> io.BufferedReader:

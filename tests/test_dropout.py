@@ -104,9 +104,10 @@ def test_a_loss_equals_numpys_with_the_same_masks(kind: str, style: dict[str, An
         np.testing.assert_allclose(loss(values, batch | more), expected, rtol=1e-4)
 
 
-def test_layers_that_are_computed_again_have_the_same_masks() -> None:
+@pytest.mark.parametrize("remat", ["full", *(pytest.param(other, marks=SLOW) for other in ("attention", "offload"))])
+def test_layers_that_are_computed_again_have_the_same_masks(remat: str) -> None:
     kind, results = "decoder" + DROPOUT, []
-    for policy in ("full", "none"):
+    for policy in (remat, "none"):
         model = models.build(replace(workload.model(kind).config, remat=policy))
         loss = lambda p, m=model: m.loss(p, workload.batch(kind=kind), workload.whole)
         results.append(jax.jit(jax.value_and_grad(loss))(workload.params(kind)))

@@ -122,6 +122,7 @@ ODD: list[tuple[Record, str]] = [
     ({"conversations": "q"}, "its messages are no list of objects"),
     ({"messages": [ASKED, ANSWERED], "tools": "[" * 100_000}, "its field tools is not JSON: it has more than "),
     ({"messages": [ASKED, ANSWERED], "tools": "5"}, "its tools are no list of objects"),
+    ({"messages": [turn("user", [{"type": "text"}])]}, "message 1 has a content part of type 'text' without"),
     ({"instruction": 1, "output": "a"}, "message 1 has a content part of type 'int': only text is trained"),
 ]
 
