@@ -75,7 +75,9 @@ class ChatRows(packing.PackedRows):
         counts = _counts(chats.is_answer, starts, stops)
         is_trained = _counts(chats.is_answer, starts, chats.ends) > 0
         if not is_trained.any():
-            raise ValueError(f"{name}: `weight`, `train` or data.loss_on excludes every answer{chats.of_split}")
+            raise ValueError(
+                f"{name}: `weight`, `train` or data.loss_on excludes every answer{chats.of_split}; change one of them"
+            )
         if not counts.any():
             where = f"within data.seq_len={seq_len} tokens{chats.of_split}"
             raise ValueError(f"{name}: no answer begins {where}; raise data.seq_len")

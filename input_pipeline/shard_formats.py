@@ -193,7 +193,7 @@ def _json(path: Path, columns: Sequence[str] | None, name: str) -> _Raw:
 
 def _of_json(content: bytes | str) -> Any:
     if content.strip() in ("{", b"{"):
-        raise ValueError("its object goes on in the next line: write each document in one line, or one list of all")
+        raise ValueError("it is not JSON: its object continues on the next line: write one document per line")
     return json_objects.value(content, "it", lenient=True)
 
 

@@ -296,7 +296,9 @@ def test_the_summary_counts_what_a_row_does_not_hold(tmp_path: Path) -> None:
     named = dataset(written(tmp_path / "names.jsonl", long | {f"\x1b{n:02d}": 1 for n in range(25)}), "all").summary
     assert named.endswith(", \\x1b19 in 1 lines, 5 others") and "\x1b" not in named
     file = written(tmp_path / "bad.jsonl", bad)
-    assert raised(lambda: dataset(file, "all")).endswith("`weight`, `train` or data.loss_on excludes every answer")
+    assert raised(lambda: dataset(file, "all")).endswith(
+        "`weight`, `train` or data.loss_on excludes every answer; change one of them"
+    )
 
 
 def test_a_mixture_with_text(tmp_path: Path, corpus: Path) -> None:

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import json
 import lzma
-import os
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ FILES = [
     ("x.ndjson.bz2", bz2.compress(LINES[:18]) + bz2.compress(LINES[18:]), TOKENS),
     ("x.jsonl.xz", lzma.compress(LINES[:18]) + bytes(8) + lzma.compress(LINES[18:], preset=9) + bytes(4), TOKENS),
     ("padded.jsonl.xz", lzma.compress(LINES[:18]) + bytes(1 << 17) + lzma.compress(LINES[18:]), TOKENS),
+    ("x.jsonl.ZST", pa.compress(LINES, "zstd", asbytes=True), TOKENS),
     ("zeros.jsonl.gz", gzip.compress(LINES) + bytes(100), TOKENS),
     ("bom.txt", b"\xef\xbb\xbfhello", 6),
     ("bom.TXT.bz2", bz2.compress(b"\xef\xbb\xbfhello"), 6),
@@ -75,28 +75,6 @@ def test_an_empty_file_is_named(tmp_path: Path) -> None:
     assert message == f"{tmp_path}/a.jsonl.xz is empty; restore it, or do not name it"
 
 
-OTHER = [  # files whose content their names do not show, and the fault
-    ("a.jsonl", gzip.compress(LINES), "its content is .gz and not .jsonl: rename it, or write it again"),
-    ("a.JSON", b"PAR1\x15", "its content is .parquet and not .json: rename it, or write it again"),
-    ("a.txt", bz2.compress(LINES), "its content is .bz2 and not .txt: rename it, or write it again"),
-    ("a.jsonl.gz", lzma.compress(LINES), "its content is .xz and not .gz: rename it, or write it again"),
-    ("a.jsonl.zst", LINES, "its content is .json and not .zst: rename it, or write it again"),
-    ("a.parquet", LINES, "its content is .json and not .parquet: rename it, or write it again"),
-    ("b.parquet", b"version https://git-lfs.github.com/spec/v1\n", "it is a pointer of Git LFS, and not the file: "),
-]
-
-
-@every_row(("name", "content", "fault"), OTHER)
-def test_content_of_another_format_is_named(name: str, content: bytes, fault: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    assert fault in raised(lambda: next(documents(tmp_path / name, name, "text")))
-
-
-def test_a_name_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
-    (tmp_path / os.fsdecode(b"\xff.jsonl")).write_bytes(LINES)
-    assert raised(lambda: tokens(tmp_path)).endswith(" has a file whose name is not UTF-8: rename '\\udcff.jsonl'")
-
-
 def test_a_header_cannot_request_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"a", preset=9))
     monkeypatch.setattr(unpacking, "MOST_XZ_BYTES", 1 << 20)
@@ -118,7 +96,6 @@ BAD = [  # files with two whole documents, and the fault of the broken one
     ("null.jsonl", b'{"text": null}\n' + LINES, "line 1: 'text' is of type NoneType, and no text"),
     ("cut.jsonl", LINES + b'{"text": "cut of', "line 3: it is not JSON: Unterminated string starting at"),
     ("half.jsonl", LINES + b'\n{"text": "bad \\ud83d end"}\n', "line 4: character 4 is '\\ud83d', half of a surrogate"),
-    ("object.jsonl", LINES + b"{\n", "line 3: its object goes on in the next line: write each document in one line"),
     ("list.json", b'[{"text": "alpha"}, {"body": 1}, {"text": "beta"}]', "element 2: it has no field 'text'"),
 ]
 
