@@ -34,6 +34,12 @@ def muon_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undoes settings of a run for its process, because jax in this process already has its threads."""
+    monkeypatch.setenv("NPROC", "8")
+
+
+@pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """A folder of 60 short text files."""
     folder = tmp_path / "corpus"

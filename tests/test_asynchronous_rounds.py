@@ -23,7 +23,7 @@ from training.experiment import make_experiment
 from training.partial_rounds import PartialRoundUnits
 from training.round_units import RoundUnits
 
-pytestmark = [pytest.mark.slow, pytest.mark.jax]
+pytestmark = [pytest.mark.slow, pytest.mark.jax, pytest.mark.usefixtures("same_threads")]
 WORKERS, INNER, NUM_ROUNDS = 3, 40, 6
 STEP_S, SLOW_S = 0.1, 0.4  # far longer than the compute of a step, so that busy processors change little
 SETTINGS: dict[str, Any] = {
@@ -53,12 +53,6 @@ def make(config):
     return ex
 parts["make"] = make
 """
-
-
-@pytest.fixture(autouse=True)
-def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes settings of a run for its process, because jax in this process already has its threads."""
-    monkeypatch.setenv("NPROC", "8")
 
 
 def recorded_in(workdir: Path) -> list[dict[str, Any]]:

@@ -177,9 +177,7 @@ def test_jax_aborts_before_the_loss_is_noticed() -> None:
 @pytest.fixture
 def pair() -> Iterator[tuple[PeerProcess, PeerProcess]]:
     """The two ends of a connection."""
-    with socket.create_server(("localhost", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        other, _ = listener.accept()
+    one, other = socket.socketpair()
     with one, other:
         yield PeerProcess(process=0, host="a", connection=one), PeerProcess(process=1, host="b", connection=other)
 

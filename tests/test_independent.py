@@ -1,6 +1,5 @@
 """Independent replicas as train.py runs them: the same losses as one world, for any model."""
 
-import shutil
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from configs import digits, gpu_decoder
 from configs.base import typed
 from configs.schema import CompressionConfig, sections
 from elastic.manifest import UNFINISHED
-from elastic.replicas.driver import BehindError, Replicas, Step
+from elastic.replicas.driver import BehindError, Replicas
 from elastic.replicas.payloads import LOSSLESS
 from elastic.replicas.peers import Peer
 from elastic.replicas.sums import Piece, Status
@@ -45,7 +44,7 @@ from training.resume import Start
 from training.unit_loop import STOP_S, AtOnce, Stop, StoppedError, UnitLoop
 from training.validation import Validator
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("same_threads")]
 LOCK = f"lock-{socket.gethostname()}"
 ONE = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
 TWO = {"sharding__strategy": "mics", "sharding__partition_size": 4}  # partition groups
@@ -57,12 +56,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gathered at once": {"sharding__gather": "micro_step", "model__remat": "none", "model__unroll": True},
     "lora": {"model__lora_rank": 2, "model__hidden": 64},
 }
-
-
-@pytest.fixture(autouse=True)
-def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes settings of a run for its process, because jax in this process already has its threads."""
-    monkeypatch.setenv("NPROC", "8")
 
 
 @pytest.mark.slow
@@ -173,39 +166,6 @@ def test_one_that_is_alone_with_an_older_state_than_is_saved_ends_to_start_again
     assert "the newest checkpoint is newer than the state here" in capsys.readouterr().err.splitlines()[-1]
     assert run_here(*replica) == 0
     assert [row["step"] for row in rows(tmp_path / "replicas" / "0")] == [1, 2, 3, 4], "none of them was done again"
-
-
-@pytest.mark.release
-def test_delayed_gradients_that_are_not_finite_are_skipped_whoever_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of the third step, which wait in the checkpoint after it, whether a replica or one world restores it."""
-    put = Step.put
-
-    def spoiled(self: Step, unit: int, piece: int, values: np.ndarray) -> None:
-        put(self, unit, piece, np.full_like(values, np.nan) if (self.number, piece) == (2, 0) else values)
-
-    monkeypatch.setattr(Step, "put", spoiled)
-    changes = {"num_steps": 6, "compression__delayed": True}
-
-    def replica(name: str, **parts: Any) -> int:
-        return run_here(*arguments(tmp_path / name, **INDEPENDENT, **changes), "--group=0", **parts)
-
-    assert replica("whole") == 0
-    assert replica("part", hooks=[stop_after(3)]) == 75
-    shutil.copytree(tmp_path / "part", tmp_path / "world")
-    assert replica("part") == 0
-    assert run_here(*arguments(tmp_path / "world", **TWO, **changes, sharding__overlap="off")) == 0
-    of = {name: rows(tmp_path / name / "replicas" / "0") for name in ("whole", "part")} | {
-        "world": rows(tmp_path / "world")
-    }
-    assert {name: [row["skipped_steps"] for row in found][-3:] for name, found in of.items()} == dict.fromkeys(
-        of, [1] * 3
-    )
-    whole, part, world = (arrays(tmp_path / name, 6) for name in ("whole", "part", "world"))
-    assert [name for name in whole if part[name].tobytes() != whole[name].tobytes()] == []
-    for name in (name for name in whole if name.startswith("params")):
-        np.testing.assert_allclose(world[name], whole[name], rtol=2e-3, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from training.experiment import make_experiment
 from training.optimizers import make_optimizer
 from training.round_units import RoundUnits, state_payload
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("same_threads")]
 STEPS = 3  # from one meeting to the next
 SGD = {"optimizer__name": "sgd", "optimizer__momentum": 0.0}
 LOCAL = {"local_sgd__inner_steps": STEPS, "local_sgd__outer_momentum": 0.5, "local_sgd__outer_learning_rate": 0.8}
@@ -34,12 +34,6 @@ REPLICA = {
     "sharding__replicas": "independent",
     "sharding__shares": 2,
 }
-
-
-@pytest.fixture(autouse=True)
-def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes settings of a run for its process, because jax in this process already has its threads."""
-    monkeypatch.setenv("NPROC", "8")
 
 
 @pytest.mark.slow

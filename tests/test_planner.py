@@ -28,7 +28,7 @@ from planner.pictures import COLOURS, draw, draw_curves
 from planner.predict import Machine, ReplayableStep, compiled_step, what_helps
 from planner.question import Question, command_flags, question_of
 from planner.replay import NAMES, REPEATED, Bar, Timeline, Use, replay
-from planner.report import from_json, scaling_rows, to_json
+from planner.report import from_json, scaling_rows
 from planner.spot import UsableNodes, other_strategies, world_of
 from sharding.hlo import LABELS, read_collectives
 from sharding.hlo_program import parse_program
@@ -259,20 +259,6 @@ def test_a_search_shows_how_far_it_is(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
     code, out, err = run(capsys, *WORDS, *EMULATED, "--search", "--compile=1")
     assert code == 0 and "compiling" in err and "1/1" in err and "compiling" not in out
-
-
-@pytest.mark.release
-def test_json_comes_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "SHOWN", 1)
-    code, out, _ = run(capsys, *WORDS, *EMULATED, "--search", "--compile=3", "--json")
-    plans = from_json(out)
-    assert code == 0 and to_json(plans) + "\n" == out
-    (plan,) = plans
-    assert plan.counts and plan.counts.compiled == 3 and plan.devices == 8
-    assert len(plan.predictions) == 1 and plan.notes[-1] == "the 1 fastest are shown, of 2 that fit"
-    assert json.loads(out)["plans"][0]["predictions"][0]["memory"]["capacity"] == clusters.EMULATED.usable_bytes(8)
-    parts = sum(part.exposed_s for part in plan.best.traffic)
-    assert plan.best.step_s == pytest.approx(plan.best.compute_s + parts)
 
 
 @pytest.mark.slow
