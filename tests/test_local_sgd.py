@@ -79,11 +79,12 @@ def test_local_sgd_matches_separate_replicas(layout: str, outer: str, kind: str)
 def test_nothing_crosses_nodes_between_meetings() -> None:
     """One branch has all of the replica all-reduce and is taken at the third step; nothing else is sent."""
     plan, _, state, step = train("mics(2)", config(3, "diloco"))
-    found = hlo.read_collectives(step.as_text(), plan.layout.shape)
+    program = step.as_text()
+    found = hlo.read_collectives(program, plan.layout.shape)
     assert {c.label for c in found if c.inter_bytes} == {"replica_all_reduce"}
-    computations = {text.split(" ", 1)[0]: text for text in step.as_text().split("\n\n")}
+    computations = {text.split(" ", 1)[0]: text for text in program.split("\n\n")}
     holders = {name for name, text in computations.items() if re.search(r"all-reduce.*all_reduce", text)}
-    branches = set(re.findall(r"branch_computations=\{([^}]*)\}", step.as_text())[0].split(", "))
+    branches = set(re.findall(r"branch_computations=\{([^}]*)\}", program)[0].split(", "))
     assert holders and holders <= branches
     kept = jax.tree.leaves(state.opt_state.drift)
     assert all(x.addressable_shards[0].data.shape[0] == 1 for x in kept)  # a replica's own
