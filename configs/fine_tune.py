@@ -14,12 +14,12 @@ Not run yet on GPUs; by the planner (lab/benchmarks/planner_configs.py):
 
 from ml_collections import ConfigDict
 
-from configs import base, gemma, hugging_face, llama, mistral, qwen
+from configs import base, gemma, gpt_oss, hugging_face, llama, mistral, qwen
 from runtime.files.paths import user_path
 
 SIZES = {
     f"{file.__name__.rpartition('.')[2]}_{size}": (file, size)
-    for file in (gemma, llama, mistral, qwen)
+    for file in (gemma, gpt_oss, llama, mistral, qwen)
     for size in file.MODELS
 }
 

@@ -47,6 +47,7 @@ class Architecture:
     more: Callable[[JsonMapping], JsonMapping] = (
         lambda values: {}
     )  # our keys that are read together, from the whole config.json
+    interleaved: bool = False  # columns of our modules alternate in their tensor; otherwise modules follow each other
     conv1d: bool = False  # layers keep `[in, out]`, as ours do; otherwise torch's Linear, `[out, in]`
 
     @property

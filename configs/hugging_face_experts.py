@@ -1,16 +1,25 @@
-"""transformers' architectures with experts: Mixtral, Qwen 2 and 3 with experts, and OLMoE.
+"""transformers' architectures with experts: Mixtral, Qwen 2 and 3 with experts, OLMoE, and gpt-oss.
 
-Each layer has experts, which take all tokens that choose them. Tensors are named by layer and expert.
+Each layer has experts, which take all tokens that choose them. Tensors are named by layer and expert; gpt-oss has all
+experts of a layer in one tensor.
 """
 
 from dataclasses import replace
 
 from configs.hugging_face_architectures import LLAMA, OF_LLAMA, RMS, UNTIED
-from configs.hugging_face_fields import PLAIN, Field, head_dim_field, number, read_mistral, read_rope
+from configs.hugging_face_fields import (
+    PLAIN,
+    Field,
+    head_dim_field,
+    layer_types,
+    number,
+    read_mistral,
+    read_rope,
+    read_windows,
+)
 
 # the parts that this code lacks, by the model_type of well-known models with experts
 MISSING = {
-    "gpt_oss": "attention sinks, experts with biases and weights in MXFP4",
     "deepseek_v2": "latent attention and layers without experts",
     "deepseek_v3": "latent attention and layers without experts",
     "glm4_moe": "partial rotary positions and layers without experts",
@@ -51,7 +60,8 @@ _MIXTRAL = replace(
     fields=_OF_MIXTRAL,
     always=PLAIN
     | RMS
-    | {"capacity_factor": 0.0, "moe_every": 1, "normalise_gates": True, "z_loss": 0.0, "shared_intermediate": 0},
+    | {"capacity_factor": 0.0, "moe_every": 1, "normalise_gates": True, "z_loss": 0.0, "shared_intermediate": 0}
+    | {"expert_bias": False},
     only=LLAMA.only | {"router_jitter_noise": 0.0},
     more=lambda v: read_mistral({"sliding_window": None, "rope_theta": 1e6, **v}),
     tensors=_with_experts("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
@@ -101,4 +111,40 @@ _QWEN2 = replace(
     | {f"model.layers.{{}}.mlp.shared_expert.{name}": f"layers/sparse/shared/{ours}" for name, ours in _SHARED.items()}
     | {"model.layers.{}.mlp.shared_expert_gate.weight": "layers/sparse/shared/router"},
 )
-WITH_EXPERTS = (_MIXTRAL, _QWEN3, _QWEN2, _OLMOE)
+_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_IN_GPT_OSS = {
+    "self_attn.sinks": "layers/sparse/sinks",
+    "mlp.router.weight": "layers/sparse/router",
+    "mlp.router.bias": "layers/sparse/router_bias",
+    "mlp.experts.gate_up_proj": "layers/sparse/experts/gate layers/sparse/experts/up",
+    "mlp.experts.gate_up_proj_bias": "layers/sparse/experts/gate_bias layers/sparse/experts/up_bias",
+    "mlp.experts.down_proj": "layers/sparse/experts/down",
+    "mlp.experts.down_proj_bias": "layers/sparse/experts/down_bias",
+}
+_GPT_OSS = replace(
+    _MIXTRAL,
+    model_type="gpt_oss",
+    name="GptOssForCausalLM",
+    fields=(
+        *OF_LLAMA,
+        Field("experts_per_token", "num_experts_per_tok"),
+        Field("num_experts", "num_local_experts"),
+        head_dim_field(64),
+        Field("attention_bias", default=True),
+        Field("", "sliding_window", write=lambda c: c.window or 128),  # it makes a mask even if no layer has one
+        Field("", "layer_types", write=layer_types),
+        UNTIED,
+    ),
+    # the published coefficient of the balance loss, 0.9, is of a loss that transformers adds only if asked
+    always=_MIXTRAL.always
+    | {"activation": "swiglu_clamped", "attention_sinks": True, "expert_bias": True, "balance_loss": 0.0},
+    only=LLAMA.only | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    more=lambda v: {
+        **read_rope({"rope_theta": 150_000.0, "rope_parameters": _YARN, **v}),
+        **read_windows({"sliding_window": 128, **v}, every=2),
+    },
+    tensors={name: ours for name, ours in _MIXTRAL.tensors.items() if "block_sparse_moe" not in name}
+    | {f"model.layers.{{}}.{theirs}": ours for theirs, ours in _IN_GPT_OSS.items()},
+    interleaved=True,
+)
+WITH_EXPERTS = (_MIXTRAL, _QWEN3, _QWEN2, _OLMOE, _GPT_OSS)

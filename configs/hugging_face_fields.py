@@ -14,21 +14,16 @@ ACTIVATIONS = {"gelu_new": "gelu", "gelu": "gelu_exact", "gelu_pytorch_tanh": "g
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROTARY = (
     *("rotary_base", "rotary_scaling", "rotary_factor"),
-    *("rotary_low", "rotary_high", "rotary_original_len", "rotary_attention"),
+    *("rotary_low", "rotary_high", "rotary_original_len", "rotary_attention", "rotary_truncate"),
 )
-UNUSED_FROM = {
-    "none": 2,
-    "linear": 3,
-    "llama3": 6,
-    "yarn": 7,
-}  # the first of ROTARY that has no effect
+UNUSED_FROM = {"none": 2, "linear": 3, "llama3": 6, "yarn": 8}  # the first of ROTARY that has no effect
 # a decoder without anything that only some architectures have
 PLAIN = {
     name: declared.default
     for name, declared in keys_of(DecoderConfig).items()
-    if name
-    in ("head_dim", "window", "global_every", "qk_norm", "qk_norm_whole", "query_scalar", "attention_cap", "logit_cap")
-    or name in ("post_norm", "scale_embedding", "qkv_bias", "attention_bias", "use_bias", "rotary_local_base", *ROTARY)
+    if name in ("head_dim", "window", "global_every", "qk_norm", "qk_norm_whole", "query_scalar")
+    or name in ("attention_cap", "attention_sinks", "logit_cap", "post_norm", "scale_embedding", "qkv_bias")
+    or name in ("attention_bias", "use_bias", "rotary_local_base", *ROTARY)
 }
 
 
@@ -123,6 +118,7 @@ def _rotary(values: JsonMapping, rope: JsonMapping, base: float = 10_000.0) -> d
     if kind == "yarn":
         found |= {"rotary_low": _real(rope, "beta_slow", 1.0), "rotary_high": _real(rope, "beta_fast", 32.0)}
         found["rotary_attention"] = _yarn_attention(rope)
+        found["rotary_truncate"] = rope.get("truncate") is not False
     if kind in ("llama3", "yarn"):
         length = "original_max_position_embeddings"
         found["rotary_original_len"] = number(rope, length, values.get("max_position_embeddings"))
@@ -131,8 +127,6 @@ def _rotary(values: JsonMapping, rope: JsonMapping, base: float = 10_000.0) -> d
 
 def _yarn_attention(rope: JsonMapping) -> float:
     """Returns YaRN's factor of rotated queries and keys: `0.1 ln(factor) + 1`, unless `rope` has another one."""
-    if rope.get("truncate") not in (None, True):
-        raise ValueError(f"truncate={rope['truncate']} is not supported; true is")
     factor = _real(rope, "factor")
 
     def attention(name: str) -> float:
@@ -152,6 +146,7 @@ def scaling_json(c: TransformerConfig) -> dict[str, object] | None:
         found |= {"low_freq_factor": c.rotary_low, "high_freq_factor": c.rotary_high}
     if c.rotary_scaling == "yarn":
         found |= {"beta_slow": c.rotary_low, "beta_fast": c.rotary_high, "attention_factor": c.rotary_attention}
+        found |= {} if c.rotary_truncate else {"truncate": False}  # transformers before 4.55 has no such key
     if c.rotary_scaling in ("llama3", "yarn"):
         found["original_max_position_embeddings"] = c.rotary_original_len
     return found

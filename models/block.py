@@ -10,7 +10,7 @@ heads, H size of a head.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from flax import nnx
 from jax import Array
 
 from configs.schema import GATED, ModelConfig
+from models.attention import WHOLE, attention, plain_attention, seen_from
 from models.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, NoDropout
 from models.flash import flash_attention
 from models.remat import ATTENTION, HEADS, MLP_INPUT, named
@@ -30,7 +31,7 @@ from sharding.context import Context
 from sharding.experts import Gather
 
 ALONE = Context()  # the device has whole rows
-WHOLE = NoDropout()  # all values are kept
+CLAMP, SLOPE = 7.0, 1.702  # of `swiglu_clamped`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class BlockConfig:
     norm_eps: float
     norm_first: bool = True
     post_norm: bool = False
-    activation: str  # gelu (its tanh approximation) | gelu_exact | swiglu | geglu
+    activation: str  # gelu (its tanh approximation) | gelu_exact | swiglu | swiglu_clamped | geglu
     use_bias: bool = True
     attention_bias: bool = True
     qkv_bias: bool = True
@@ -56,6 +57,7 @@ class BlockConfig:
     query_scalar: int = 0
     rotary_attention: float = 1.0
     attention_cap: float = 0.0
+    attention_sinks: bool = False
     window: int = 0
     causal: bool = False
     attention: str = "xla"  # auto, same as xla | xla | cudnn | pallas | splash
@@ -167,59 +169,16 @@ def gelu(x: Array, activation: str) -> Array:
     return exact_gelu(x) if activation == "gelu_exact" else jax.nn.gelu(x, approximate=True)
 
 
-def gated(x: Array, activation: str) -> Array:
-    """Returns the activation of a gated MLP's gate: SiLU, or GELU for `geglu` (Shazeer 2020)."""
-    return jax.nn.silu(x) if activation == "swiglu" else gelu(x, activation)
+def gated(gate: Array, up: Array, activation: str) -> Array:
+    """Returns a gated MLP's hidden values: SiLU of the gate, or GELU for `geglu`, times `up` (Shazeer 2020).
 
-
-def seen_from(queries_T: Array, keys_S: Array, window: Array | None) -> Array:
-    """Returns whether each query sees each key, `[1, 1, T, S]`: the same and earlier positions, within the window."""
-    distance_TS = queries_T[:, None] - keys_S[None]
-    seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
-    return seen_TS[None, None]
-
-
-def attention(
-    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, seen_B1TS: Array, cap: float, dropout: NoDropout = WHOLE
-) -> Array:
-    """Returns `softmax(scores) v`, `[B, T, N, H]`, over the visible scores `q k' / sqrt(H)`, capped unless cap = 0.
-
-    A capped score is `cap tanh(score / cap)` (Gemma 2, arXiv 2408.00118). Scores are float32.
+    `swiglu_clamped` limits both to 7, has the slope 1.702 inside SiLU's sigmoid, and adds 1 to `up` (gpt-oss, arXiv
+    2508.10925, and its reference code).
     """
-    if not cap and not dropout.drops_weights:
-        return plain_attention(q_BTNH, k_BSKH, v_BSKH, mask=seen_B1TS, implementation="xla")
-
-    def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array) -> Array:
-        B, T, _, H = q_BTNH.shape
-        q_BTKGH = q_BTNH.reshape(B, T, k_BSKH.shape[2], -1, H)
-        scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
-        scores = jnp.where(seen_B1TS[:, :, None], soft_cap(scores, cap) if cap else scores, -jnp.inf)
-        weights = jax.nn.softmax(scores).astype(v_BSKH.dtype)
-        weights = dropout.weights(weights)
-        return jnp.einsum("bkgts,bskh->btkgh", weights, v_BSKH).reshape(q_BTNH.shape)
-
-    return _widened_on_cpus(attend, q_BTNH, k_BSKH, v_BSKH)
-
-
-def plain_attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, **how: Any) -> Array:
-    """Returns jax's attention, `[B, T, N, H]`."""
-    return _widened_on_cpus(partial(jax.nn.dot_product_attention, **how), q_BTNH, k_BSKH, v_BSKH)
-
-
-def _widened_on_cpus(attend: Callable[..., Array], *qkv: Array) -> Array:
-    """Returns `attend(q, k, v)`.
-
-    CPUs compute float16 inputs in float32, because they cannot sum float16 products in float32.
-    """
-    if qkv[0].dtype != jnp.float16:
-        return attend(*qkv)
-    wide = lambda *qkv: attend(*(x.astype(jnp.float32) for x in qkv)).astype(jnp.float16)
-    return jax.lax.platform_dependent(*qkv, cpu=wide, default=attend)
-
-
-def soft_cap(x: Array, cap: float) -> Array:
-    """Returns `cap tanh(x / cap)`."""
-    return cap * jnp.tanh(x / cap)
+    if activation == "swiglu_clamped":
+        gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+        return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
+    return (jax.nn.silu(gate) if activation == "swiglu" else gelu(gate, activation)) * up
 
 
 def residual_std(c: BlockConfig) -> float:
@@ -249,6 +208,7 @@ class Attention(nnx.Module):
         self.value = Linear(next(keys), (c.hidden, kv_size), ("embed", "kv_heads"), std, use_bias=use_bias)
         has_norms, normed = c.qk_norm or c.qk_norm_whole, (size, kv_size) if c.qk_norm_whole else (c.head_size,) * 2
         self.query_norm, self.key_norm = (norm(n, dim="head") if has_norms else None for n in normed)
+        self.sinks = nnx.Param(jnp.zeros(c.num_heads), dims=("heads",)) if c.attention_sinks else None
         self.out = Linear(next(keys), (size, c.hidden), ("heads", "embed"), residual_std(c), use_bias=out_bias)
         self.attention_post_norm = norm(c.hidden) if c.post_norm else None
         self.mlp_norm = norm(c.hidden)
@@ -273,9 +233,9 @@ class Attention(nnx.Module):
         self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, *, segments_BT: Array | None, window: Array | None
     ) -> Array:
         """Returns the weighted values of whole rows, `[B, T, N, H]`."""
-        c = self.config
+        c, sinks_N = self.config, self.sink_scores
         if c.attention == "pallas":
-            return flash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, c.causal, c.attention_cap)
+            return flash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N, c.causal, c.attention_cap)
         if c.attention == "splash":
             attend = partial(splash_attention, causal=c.causal, cap=c.attention_cap)
             if window is None:
@@ -284,7 +244,7 @@ class Attention(nnx.Module):
             has_window = partial(attend, window=c.window)
             return jax.lax.cond(jnp.isinf(window), sees_all, has_window, q_BTNH, k_BTKH, v_BTKH, segments_BT)
         same_B1TS = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None])[:, None]
-        if window is None and not c.attention_cap and not self.dropout.drops_weights:
+        if window is None and sinks_N is None and not c.attention_cap and not self.dropout.drops_weights:
             how: dict[str, Any] = {
                 "is_causal": c.causal,
                 "implementation": "cudnn" if c.attention == "cudnn" else "xla",
@@ -294,7 +254,13 @@ class Attention(nnx.Module):
         places_T = jnp.arange(q_BTNH.shape[1])
         seen_B1TS = seen_from(places_T, places_T, window) if c.causal else jnp.ones((1, 1, 1, 1), bool)
         seen_B1TS = seen_B1TS if same_B1TS is None else seen_B1TS & same_B1TS
-        return named(attention(q_BTNH, k_BTKH, v_BTKH, seen_B1TS, c.attention_cap, self.dropout), ATTENTION)
+        mixed_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, seen_B1TS, c.attention_cap, sinks_N, self.dropout)
+        return named(mixed_BTNH, ATTENTION)
+
+    @property
+    def sink_scores(self) -> Array | None:
+        """The score of each head's sink, `[N]`; None without sinks."""
+        return None if self.sinks is None else self.sinks[...]
 
     def window(self, is_global: Array | None) -> Array | None:
         """Returns the number of visible positions (a token and its predecessors), float32 []; None for all."""
@@ -347,7 +313,7 @@ class Mlp(nnx.Module):
     def mlp(self, y_BTD: Array, activation: str) -> Array:
         """Returns the MLP's output `[B, T, D]`."""
         h_BTF = self.up(y_BTD)
-        h_BTF = gelu(h_BTF, activation) if self.gate is None else gated(self.gate(y_BTD), activation) * h_BTF
+        h_BTF = gelu(h_BTF, activation) if self.gate is None else gated(self.gate(y_BTD), h_BTF, activation)
         return self.down(h_BTF)
 
 

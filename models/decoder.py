@@ -16,18 +16,16 @@ from flax import nnx
 from jax import Array, lax
 
 from configs.schema import DecoderConfig
+from models.attention import attention, seen_from, soft_cap
 from models.block import (
     ALONE,
     Block,
     BlockConfig,
     Norm,
-    attention,
     document_positions,
     initial_std,
     multiply,
     normal,
-    seen_from,
-    soft_cap,
 )
 from models.model import Batch, Gather, GroupParams, Params
 from models.rotary import rotary_angles, rotary_frequencies, scaled_frequencies
@@ -119,8 +117,8 @@ class Decoder(Transformer):
         """Returns the additional inputs of the layer `number`, which has its own angles, and may have no window."""
         if not self.config.global_every:
             return args
-        (angles, segments_BT), is_global = args, self.is_global(number)
-        return self.angles_of(angles, is_global), segments_BT, is_global
+        (angles, *others), is_global = args, self.is_global(number)
+        return self.angles_of(angles, is_global), *others, is_global
 
     def attended(self, seq_len: int) -> int:
         """Returns the largest number of positions that a token attends to, summed over the layers."""
@@ -162,7 +160,7 @@ class Decoder(Transformer):
                     for cache, new in zip(caches, (k, v), strict=True)
                 )
                 seen = seen_from(t[None], jnp.arange(total), block.window(is_global))
-                mixed = attention(q, keys_BSKH, values_BSKH, seen, c.attention_cap)
+                mixed = attention(q, keys_BSKH, values_BSKH, seen, c.attention_cap, block.sink_scores)
                 x_B1D = block.decode(x_B1D, mixed, gather)
                 updated.append((keys_BSKH, values_BSKH))
             return (x_B1D, t), tuple(map(jnp.stack, zip(*updated, strict=True)))

@@ -49,13 +49,13 @@ class Routes(NamedTuple):
 
 
 class Experts(nnx.Module):
-    """The MLPs of E experts, without biases. Each matrix may have an adapter (models/lora.py)."""
+    """The MLPs of E experts. Each matrix may have biases, and an adapter (models/lora.py)."""
 
     up_adapter: Adapter | None = None
     gate_adapter: Adapter | None = None
     down_adapter: Adapter | None = None
 
-    def __init__(self, config: BlockConfig, num_experts: int, key: Array) -> None:
+    def __init__(self, config: BlockConfig, num_experts: int, key: Array, *, use_bias: bool) -> None:
         c, e = config, num_experts
         up_key, gate_key, down_key = jax.random.split(key, 3)
         std, dims = initial_std(c.hidden), ("experts", "embed", "mlp")
@@ -64,24 +64,32 @@ class Experts(nnx.Module):
         self.gate = normal(gate_key, (e, c.hidden, c.intermediate), dims, std) if c.is_gated else None
         self.down = normal(down_key, (e, c.intermediate, c.hidden), ("experts", "mlp", "embed"), residual_std(c))
 
+        def bias(size: int, dim: str) -> nnx.Param[Array] | None:
+            return nnx.Param(jnp.zeros((e, size)), dims=("experts", dim)) if use_bias else None
+
+        self.up_bias, self.down_bias = bias(c.intermediate, "mlp"), bias(c.hidden, "embed")
+        self.gate_bias = bias(c.intermediate, "mlp") if c.is_gated else None
+
     def __call__(self, x: Array, product: Callable[[Array, Array], Array]) -> Array:
         """Returns the outputs of the local experts for inputs `[..., D]`.
 
-        `product` multiplies inputs by the matrices `[E, ...]` of their experts.
+        `product` multiplies inputs by the matrices `[E, ...]` of their experts, and a column of ones by their biases.
         """
 
-        def multiply(x: Array, weight: Array, adapter: Adapter | None) -> Array:
+        def multiply(x: Array, weight: Array, bias: nnx.Param[Array] | None, adapter: Adapter | None) -> Array:
             y = product(x, weight)
+            if bias is not None:
+                y = y + product(jnp.ones_like(x[..., :1]), bias[...][:, None])
             if adapter is not None:
                 y = y + product(product(x, adapter.lora_a[...]), adapter.lora_b[...]) * adapter.lora_scale
             return keep(y)
 
-        h = multiply(x, self.up[...], self.up_adapter)
+        h = multiply(x, self.up[...], self.up_bias, self.up_adapter)
         if self.gate is None:
             h = gelu(h, self.activation)
         else:
-            h = gated(multiply(x, self.gate[...], self.gate_adapter), self.activation) * h
-        return multiply(h, self.down[...], self.down_adapter)
+            h = gated(multiply(x, self.gate[...], self.gate_bias, self.gate_adapter), h, self.activation)
+        return multiply(h, self.down[...], self.down_bias, self.down_adapter)
 
 
 class SharedExpert(Mlp):
@@ -108,7 +116,8 @@ class MoeBlock(Attention):
         self.router = normal(
             router_key, (config.hidden, moe.num_experts), ("embed", "router"), initial_std(config.hidden)
         )
-        self.experts = Experts(config, moe.num_experts, experts_key)
+        self.router_bias = nnx.Param(jnp.zeros(moe.num_experts), dims=("router",)) if moe.expert_bias else None
+        self.experts = Experts(config, moe.num_experts, experts_key, use_bias=moe.expert_bias)
         shared = replace(config, intermediate=moe.shared_intermediate)
         self.shared = SharedExpert(shared, jax.random.fold_in(key, 6)) if moe.shared_intermediate else None
 
@@ -119,10 +128,12 @@ class MoeBlock(Attention):
         segments_BT: Array | None,
         weights_BT: Array,
         real_BT: Array,
+        is_global: Array | None = None,
         exchange: TokenExchange = ALONE,
     ) -> tuple[Array, Aux]:
         """Returns the layer's output and its auxiliary sums. Tokens that are not `real` go to no expert."""
-        return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT), weights_BT, real_BT, exchange)
+        mixed_BTNH = self.mix(x_BTD, angles_BTH, segments_BT, is_global)
+        return self.finish(x_BTD, mixed_BTNH, weights_BT, real_BT, exchange)
 
     def finish(
         self, x_BTD: Array, mixed_BTNH: Array, weights_BT: Array, real_BT: Array, exchange: TokenExchange = ALONE
@@ -130,6 +141,8 @@ class MoeBlock(Attention):
         """Returns the layer's output, from its input and the weighted values of attention, and its auxiliary sums."""
         x_BTD, y_BTD = self.attend(x_BTD, mixed_BTNH)
         logits_BTE = jnp.einsum("btd,de->bte", y_BTD.astype(jnp.float32), self.router[...].astype(jnp.float32))
+        if self.router_bias is not None:
+            logits_BTE = logits_BTE + self.router_bias[...].astype(jnp.float32)[None, None]
         probs_BTE = jax.nn.softmax(logits_BTE)
         gates_BTk, choices_BTk = choose(probs_BTE, self.moe)
         if self.moe.capacity_factor:
@@ -252,6 +265,7 @@ class MoeLayers(nnx.Module):
         segments_BT: Array | None,
         weights_BT: Array,
         real_BT: Array,
+        is_global: Array | None = None,
         *,
         exchange: TokenExchange,
     ) -> tuple[Array, Aux]:
@@ -259,7 +273,7 @@ class MoeLayers(nnx.Module):
         x_BTD, before = carry
         if self.dense is not None:
             x_BTD = self.dense(x_BTD, angles_BTH, segments_BT)
-        x_BTD, aux = self.sparse(x_BTD, angles_BTH, segments_BT, weights_BT, real_BT, exchange)
+        x_BTD, aux = self.sparse(x_BTD, angles_BTH, segments_BT, weights_BT, real_BT, is_global, exchange)
         return x_BTD, jax.tree.map(jnp.add, before, aux)
 
     def blocks(self) -> list[Attention]:

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from models.remat import ATTENTION, named
+from sharding.collectives import vary
 from sharding.trees import PyTree
 
 Function = TypeVar("Function", bound=Callable[..., PyTree])
@@ -31,13 +32,13 @@ BLOCK = 64  # queries or keys per block
 HIDDEN = -1e30  # a masked score; finite, so that a fully hidden block changes nothing
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def flash_attention(
     q_BTNH: Array,
     k_BTKH: Array,
     v_BTKH: Array,
     segments_BT: Array | None = None,
     window: Array | None = None,
+    sinks_N: Array | None = None,
     causal: bool = True,
     cap: float = 0.0,
 ) -> Array:
@@ -45,35 +46,58 @@ def flash_attention(
 
     With `causal` a position sees itself and earlier positions, at most the last `window` (float32 []; infinite: all).
     With `segments` (any dtype) it sees only positions of the same segment. With a cap, a score s becomes `cap tanh(s /
-    cap)`. On CPUs jax interprets the kernel, slowly. ValueError for unsupported sizes.
+    cap)`. `sinks` are scores of each head without a value (models/attention.py). On CPUs jax interprets the kernel,
+    slowly. ValueError for unsupported sizes.
     """
-    return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, causal, cap)[0]
+    axes = jax.typeof(q_BTNH).manual_axis_type.varying  # pyright: ignore[reportAttributeAccessIssue]
+    sinks_N = None if sinks_N is None else vary(sinks_N.astype(jnp.float32), tuple(axes))
+    return _attend(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N, causal, cap)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _attend(
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window: Array | None,
+    sinks_N: Array | None, causal: bool, cap: float,
+) -> Array:  # fmt: skip
+    return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N, causal, cap)[0]
 
 
 def _forward(
-    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window: Array | None, causal: bool,
-    cap: float,
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window: Array | None,
+    sinks_N: Array | None, causal: bool, cap: float,
 ) -> tuple[Array, tuple[Array | None, ...]]:  # fmt: skip
     assert causal or window is None
     out_BTNH, log_BNT = _on_own_heads(
         partial(_run_forward, causal=causal, cap=cap), [HEADS, HEADS, HEADS, WHOLE, WHOLE], (HEADS, LOGS)
     )(q_BTNH, k_BTKH, v_BTKH, segments_BT, _in_positions(window, q_BTNH.shape[1]))
+    if sinks_N is not None:  # one more term in the sum of the weights
+        with_sinks_BNT = jnp.logaddexp2(log_BNT, _base_2(sinks_N))
+        scale_BNT, log_BNT = jnp.exp2(log_BNT - with_sinks_BNT), with_sinks_BNT
+        out_BTNH = out_BTNH * scale_BNT.swapaxes(1, 2)[..., None].astype(out_BTNH.dtype)
     out_BTNH, log_BNT = named(out_BTNH, ATTENTION), named(log_BNT, ATTENTION)
-    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, window, out_BTNH, log_BNT)
+    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N, out_BTNH, log_BNT)
+
+
+def _base_2(sinks_N: Array) -> Array:
+    """Returns base-2 logarithms of unnormalised weights, `[1, N, 1]`."""
+    return sinks_N[None, :, None] * math.log2(math.e)
 
 
 def _backward(causal: bool, cap: float, kept: tuple[Array, ...], d_out_BTNH: Array) -> tuple[Array | None, ...]:
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, window, out_BTNH, log_BNT = kept
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N, out_BTNH, log_BNT = kept
     # sum over a row of p * dp: `delta` in the paper's algorithm 2
     delta_BNT = jnp.einsum("btnh,btnh->bnt", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
     specs = [HEADS, HEADS, HEADS, WHOLE, WHOLE, HEADS, LOGS, LOGS]
     d_qkv = _on_own_heads(partial(_run_backward, causal=causal, cap=cap), specs, (HEADS, HEADS, HEADS))(
         q_BTNH, k_BTKH, v_BTKH, segments_BT, _in_positions(window, q_BTNH.shape[1]), d_out_BTNH, log_BNT, delta_BNT
     )
-    return *d_qkv, *(None if x is None else jnp.zeros_like(x) for x in (segments_BT, window))
+    zeros = (None if x is None else jnp.zeros_like(x) for x in (segments_BT, window))
+    if sinks_N is None:
+        return *d_qkv, *zeros, None
+    return *d_qkv, *zeros, -jnp.sum(jnp.exp2(_base_2(sinks_N) - log_BNT) * delta_BNT, axis=(0, 2))
 
 
-flash_attention.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
 
 
 def _on_own_heads(run: Function, specs: Sequence[PartitionSpec], out: PyTree) -> Function:

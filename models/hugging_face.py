@@ -5,7 +5,8 @@ tensors. Our parameters are stacked, `[L, ...]`, and multiply from the right, `x
 per layer. torch's Linear stores `[out, in]`. GPT-2's Conv1D stores `[in, out]` as we do, with query, key and value
 concatenated in one tensor. Heads are in the same order, and both pair dim `i` of a head with `i + H/2` in rotary
 positions, so that no tensor is permuted. Experts are stacked once more, `[L, E, ...]`, with one tensor per layer and
-expert.
+expert. gpt-oss has one tensor per layer, `[E, in, out]`, in which the columns of gate and up alternate, and which may
+be in MXFP4 (models/mxfp4.py).
 
 Each process reads the slices that its devices hold, each slice once, directly from the mapped file. Host memory
 additionally holds this process' shards of one of our (stacked) parameters and a slice of one tensor.
@@ -33,6 +34,7 @@ from configs.hugging_face import Architecture, check_same
 from configs.schema import TransformerConfig
 from models.lora import ADAPTERS, IN_BLOCKS, in_blocks
 from models.model import Model, Params
+from models.mxfp4 import unpacked
 from runtime.files import json_objects
 from runtime.files.paths import user_path
 from runtime.files.regular import open_regular
@@ -62,6 +64,7 @@ class TensorMapping:
     transposed: bool
     part: int  # index of ours among the `parts` that theirs concatenates in its last dim
     parts: int
+    interleaved: bool  # columns of the parts alternate; otherwise the parts follow each other
     spec: ParamSpec
     shape: tuple[int, ...]  # shape at one place, without the padding of the vocabulary
 
@@ -75,6 +78,19 @@ class TensorMapping:
         """The shape of each tensor of transformers."""
         whole = (*self.shape[:-1], self.shape[-1] * self.parts)
         return whole[::-1] if self.transposed else whole
+
+    def columns(self, ours: slice) -> slice:
+        """Returns the columns of their tensor that hold our columns `ours`."""
+        if self.interleaved:
+            return slice(ours.start * self.parts + self.part, ours.stop * self.parts, self.parts)
+        first = self.part * self.shape[-1]
+        return slice(ours.start + first, ours.stop + first)
+
+    def joined(self, values: list[np.ndarray]) -> np.ndarray:
+        """Returns their tensor `[..., columns]`, not transposed, given the values of each part."""
+        if self.interleaved:
+            return np.stack(values, axis=-1).reshape(*self.shape[:-1], -1)
+        return np.concatenate(values, axis=-1)
 
     def name_in(self, place: StackIndex) -> str:
         """Returns the name of the tensor at a place."""
@@ -97,13 +113,16 @@ def tensors(model: Model, architecture: Architecture, num_ids: int = 0) -> dict[
                 if (spec := specs.get(path)) is None:  # some models lack a bias or an untied head
                     continue
                 shape = tuple(vocab_size if dim == "vocab" else n for dim, n in zip(spec.dims, spec.shape, strict=True))
-                stacked = sum(dim in ("layers", "experts") for dim in spec.dims)
+                stacked = name.count("{}")
                 found[path] = TensorMapping(
                     path=path,
                     name=f"{name}{their_end}",
-                    transposed=path.endswith(MATRICES) and not (architecture.conv1d and stacked),
+                    transposed=path.endswith(MATRICES)
+                    and not (architecture.conv1d and stacked)
+                    and len(shape) < stacked + 3,
                     part=part,
                     parts=len(modules),
+                    interleaved=architecture.interleaved,
                     spec=spec,
                     shape=shape[stacked:],
                 )
@@ -144,7 +163,7 @@ class Weights:
         assert isinstance(model.config, TransformerConfig)
         self.folder, self._config = user_path(folder), model.config
         architecture, num_ids = check_same(model.config, self.folder)
-        self._files = _open(self.folder)
+        self._files = unpacked(_open(self.folder))
         self._tensors = tensors(model, architecture, num_ids)
         self._names: dict[tuple[str, StackIndex], str] = {}
         unused = {name for name in self._files if not ignored(model, architecture, name)}
@@ -173,7 +192,7 @@ class Weights:
         return found.pop() if found in ({"float16"}, {"bfloat16"}) else "float32"
 
     def fingerprint(self) -> str:
-        """Returns a hash of every tensor's name, dtype, shape and first row (for a vector, its first value).
+        """Returns a hash of every tensor's name, dtype, shape and first row (of a vector, its first value).
 
         A copy has the same fingerprint. A model that was trained further has another one.
         """
@@ -181,7 +200,7 @@ class Weights:
         for name in sorted({*self._names.values()}):
             tensor = self._slice(name)
             found.update(json.dumps([name, tensor.get_dtype(), tensor.get_shape()]).encode())
-            found.update(tensor[:1].tobytes())
+            found.update(tensor[(slice(1),) * max(1, len(tensor.get_shape()) - 1)].tobytes())
         return found.hexdigest()
 
     def load(self, abstract: Params) -> Params:
@@ -272,8 +291,7 @@ class Weights:
         inside = tuple(slice(0, part.stop - part.start) for part in wanted)
         if any(part.start == part.stop for part in wanted):
             return  # only padding
-        first = tensor.part * tensor.shape[-1]
-        wanted[-1] = slice(wanted[-1].start + first, wanted[-1].stop + first)
+        wanted[-1] = tensor.columns(wanted[-1])
         name = self._names[tensor.path, place]
         rows, *others = wanted[::-1] if tensor.transposed else wanted
         into, theirs = out[inside].T if tensor.transposed else out[inside], self._slice(name)

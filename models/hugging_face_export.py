@@ -110,7 +110,7 @@ def _write_tensors(
     values = [read(tensor.path) for tensor in parts]
     used = tuple(slice(size) for size in parts[0].shape)  # without the padding of the vocabulary
     for at in parts[0].places:
-        whole = np.concatenate([value[(*at, *used)] for value in values], axis=-1)
+        whole = parts[0].joined([value[(*at, *used)] for value in values])
         name = parts[0].name_in(at)
         place[name].write(name, whole.T if parts[0].transposed else whole)
 

@@ -158,7 +158,7 @@ def _adapted(model: Model) -> dict[str, TensorMapping]:
     architecture, parameters = architecture_of(model.config), by_name(model.plain_specs, is_spec)
     found = tensors(model, architecture)
     found = {path: tensor for path, tensor in found.items() if adapter_paths(path)[0] in parameters}
-    if architecture.conv1d:
+    if architecture.conv1d or any(len(tensor.shape) > 2 for tensor in found.values()):
         raise ValueError(f"{architecture.name} keeps several of our matrices in one: no adapters of PEFT fit them")
     return found
 

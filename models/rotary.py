@@ -22,8 +22,8 @@ def scaled_frequencies(c: DecoderConfig) -> Array:
     `linear` divides them by the factor (Chen et al. 2023, arXiv 2306.15595). `llama3` divides frequencies with fewer
     than `low` turns within the original length and keeps frequencies with more than `high` turns. Between these two it
     interpolates linearly in the number of turns (Llama 3.1, arXiv 2407.21783; its reference code's `apply_scaling`).
-    `yarn` interpolates linearly in the number of the dim, between the whole dims around these two (Peng et al. 2023,
-    arXiv 2309.00071, section 3.2 and its reference code).
+    `yarn` interpolates linearly in the number of the dim, between these two or the whole dims around them (Peng et al.
+    2023, arXiv 2309.00071, section 3.2 and its reference code).
     """
     whole = rotary_frequencies(c.head_size, c.rotary_base)
     if c.rotary_scaling == "none":
@@ -32,7 +32,9 @@ def scaled_frequencies(c: DecoderConfig) -> Array:
         return whole / c.rotary_factor
     if c.rotary_scaling == "yarn":
         high, low = (_dim_of_turns(c, turns) for turns in (c.rotary_high, c.rotary_low))
-        first, last = max(math.floor(high), 0), min(math.ceil(low), c.head_size - 1)
+        if c.rotary_truncate:
+            high, low = math.floor(high), math.ceil(low)
+        first, last = max(high, 0), min(low, c.head_size - 1)
         kept = 1 - jnp.clip((jnp.arange(len(whole)) - first) / max(last - first, 0.001), 0, 1)
     else:
         turns = c.rotary_original_len * whole / (2 * math.pi)

@@ -38,8 +38,9 @@ def with_attention(config: Config) -> ModelConfig:
     """Returns the section `model`, with `attention=auto` replaced by a kernel: on GPUs in bfloat16 a fused one.
 
     That is cuDNN's for the heads that it supports. Windows, capped scores and rows packed with documents need our own
-    kernel (`models/flash.py`). On TPUs it is jax's splash attention (`models/splash.py`). Where none fits, where
-    weights are dropped, and where XLA's partitioner has to cut the kernel, XLA computes it.
+    kernel (`models/flash.py`), as do sinks. On TPUs it is jax's splash attention (`models/splash.py`), but not with
+    sinks. Where none fits, where weights are dropped, and where XLA's partitioner has to cut the kernel, XLA computes
+    it.
     """
     model, is_packed = config.model, config.data.packing != "stream"
     if not isinstance(model, TransformerConfig) or model.attention != "auto":
@@ -48,7 +49,8 @@ def with_attention(config: Config) -> ModelConfig:
         return replace(model, attention="xla")
     has_partitioner = config.ablation.partitioner == "auto"
     if jax.default_backend() == "tpu" and not has_partitioner:
-        takes_splash = model.takes_splash(config.data.seq_len, config.mesh.tensor)
+        has_sinks = isinstance(model, DecoderConfig) and model.attention_sinks
+        takes_splash = not has_sinks and model.takes_splash(config.data.seq_len, config.mesh.tensor)
         return replace(model, attention="splash" if takes_splash else "xla")
     if jax.default_backend() != "gpu" or model.compute_dtype != "bfloat16":
         return replace(model, attention="xla")

@@ -62,6 +62,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "cudnn": {"model.attention": "cudnn", "model.compute_dtype": "bfloat16"},
     "pallas": {"model.attention": "pallas", "model.num_heads": 2, "model.num_kv_heads": 2},
     "splash": {"model.attention": "splash", "data.seq_len": 128, "model.max_len": 128},
+    "sinks": {"model.attention_sinks": True},
     "attention dropout": {"model.attention_dropout": 0.5},
     "sample": {"sample.length": 4},
     "delayed": {"compression.delayed": True},

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import workload
 from support.suite import sampled
+from support.tables import every_row
 
 import models
 from configs.schema import MoeConfig
@@ -24,13 +25,14 @@ HSDP, ZERO3, MICS4 = {"strategy": "hsdp"}, {"strategy": "zero3"}, {"strategy": "
 LAYERS, ACCUMULATION, NODES, PER_NODE = 2, 2, 4, 2
 
 
-def test_objective_and_gradients_equal_the_path_with_room_for_all() -> None:
+@every_row("kind", [KIND, workload.GPT_OSS])
+def test_objective_and_gradients_equal_the_path_with_room_for_all(kind: str) -> None:
     """With padding, and gates that do not sum to one; the balance loss counts other choices."""
-    config = workload.model(KIND, 1).config
+    config = workload.model(kind, 1).config
     assert isinstance(config, MoeConfig)
     config = replace(config, normalise_gates=False, balance_loss=0.0)
     batch = {name: jnp.asarray(x) for name, x in workload.batch(6).items()}
-    params = workload.params(KIND, 1)
+    params = jax.tree.map(lambda x: x + 0.01, workload.params(kind, 1))  # biases begin at zero
 
     def run(model: models.Model) -> Any:
         def objective(params: Any) -> Any:
@@ -131,18 +133,23 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "mics(4), node, adapters": MICS4 | {"experts": "node"},
     "zero3, none, kept a step": ZERO3 | {"gather": "step"},
     "zero1": {"strategy": "zero1"},
+    "mics(4), node, gpt-oss": MICS4 | {"experts": "node"},
 }
 
 
+OFTEN = ("mics(4), 4", "zero3, 4, flat", "mics(4), node, adapters", "mics(4), node, gpt-oss")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled([*STRATEGIES], "mics(4), 4", "zero3, 4, flat", "mics(4), node, adapters"))
+@pytest.mark.parametrize("name", sampled([*STRATEGIES], *OFTEN))
 def test_every_strategy_trains_like_one_device_and_sends_the_formula(name: str) -> None:
     """Three gathers and two sums of tokens for each layer and micro-step, and two gathers and a sum of their routing.
 
     The last layer of an overlapped step is not computed again, which saves a gather of each. A flat gather is a ring
     over all devices of the experts, and a flat sum sends to each of them.
     """
-    kind = workload.ADAPTED if "adapters" in name else KIND
+    kinds = {"adapters": workload.ADAPTED, "gpt-oss": workload.GPT_OSS}
+    kind = kinds.get(name.rpartition(", ")[2], KIND)
     sh = workload.plan(kind, **STRATEGIES[name])
     step, state, batch = workload.compiled_step(kind, sh, accumulation=ACCUMULATION)
     sent: Counter = Counter()

@@ -146,10 +146,13 @@ def test_prompts_go_to_experts_and_padding_takes_no_room() -> None:
         assert np.isclose(found, (answers * each).sum(), rtol=1e-5) == (capacity_factor == 4.0)
 
 
-@pytest.mark.parametrize("moe_every", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_sampling_takes_the_most_likely_token(moe_every: int) -> None:
+OF_GPT_OSS = dict(attention_sinks=True, expert_bias=True, window=3, global_every=2, activation="swiglu_clamped")
+
+
+@pytest.mark.parametrize("changes", [pytest.param(OF_GPT_OSS, marks=pytest.mark.slow), {"moe_every": 2}])
+def test_sampling_takes_the_most_likely_token(changes: dict[str, Any]) -> None:
     """With room for all: a sampled token has the room of its row to itself."""
-    model = models.Moe(MoeConfig(**SMALL, num_experts=4, capacity_factor=4.0, moe_every=moe_every))
+    model = models.Moe(MoeConfig(**SMALL, num_experts=4, capacity_factor=4.0, **changes))
     params = first_params(model)
     prompt = jnp.asarray(workload.batch(2)["tokens"])[:, :3]
     keys = jax.random.split(jax.random.key(0), 2)

@@ -14,6 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from support.counting_file import CountingFile
 from support.hugging_face_folders import changed, loaded, section, tensors_of
@@ -27,6 +28,7 @@ from configs.schema import DecoderConfig, ShardingConfig
 from models import hugging_face, lora
 from models.hugging_face import Weights
 from models.hugging_face_export import write
+from models.mxfp4 import unpacked
 from sharding.frozen import part_frozen, part_like
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan
@@ -216,6 +218,27 @@ def test_memory_of_writing_is_one_parameter_and_one_tensor(large: Any, tmp_path:
     found = tensors_of(tmp_path)
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
     np.testing.assert_array_equal(found["lm_head.weight"], values["head/weight"][:, :2000].T)
+
+
+def test_a_region_in_mxfp4_is_the_published_formula(tmp_path: Path) -> None:
+    """(-1)^sign times a value of E2M1 times two to the scale; two experts, 64 rows, and every third of 6 columns."""
+    rng, path = np.random.default_rng(0), tmp_path / "x.safetensors"
+    blocks, scales = rng.integers(0, 256, (2, 6, 2, 16), np.uint8), rng.integers(100, 150, (2, 6, 2), np.uint8)
+    save_file({"x_blocks": blocks, "x_scales": scales}, path)
+    file = path, safe_open(path, framework="numpy")
+    ((name, (_, opened)),) = unpacked({"x_blocks": file, "x_scales": file}).items()
+    tensor = opened.get_slice(name)
+    wanted = np.zeros((2, 64, 6), np.float32)
+    for e, row, column in np.ndindex(wanted.shape):
+        code = int(blocks[e, column, row // 32, row % 32 // 2]) >> 4 * (row % 2) & 15
+        exponent, half = code >> 1 & 3, code & 1
+        value = (1 + half / 2) * 2.0 ** (exponent - 1) if exponent else half / 2
+        wanted[e, row, column] = (-1) ** (code >> 3) * value * 2.0 ** (int(scales[e, column, row // 32]) - 127)
+    assert (name, tensor.get_shape()) == ("x", [2, 64, 6])
+    for at in (slice(0, 2), slice(0, 64), slice(0, 6)), (slice(1, 2), slice(30, 40), slice(1, 6, 3)), (slice(0, 1),):
+        np.testing.assert_array_equal(tensor[at], wanted[at])
+    with pytest.raises(ValueError, match="x_blocks is not in MXFP4, or its scales are missing"):
+        unpacked({"x_blocks": file})
 
 
 @every_row("name", MODELS, isolated=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import chat_cases, hugging_face_reference
 from support.hugging_face_folders import flags, our_logits, run_convert, tensors_of
 from support.hugging_face_reference import FOLDER, LINEAR, MODELS, YARN, batch_loss, example, loss_of, make, reference
@@ -107,6 +108,27 @@ def test_an_exported_run_brings_its_tokenizer(tmp_path: Path) -> None:
     assert model.config.eos_token_id == tokenizer.eos_token_id
 
 
+def test_weights_in_mxfp4_are_those_that_transformers_computes_with(tmp_path: Path) -> None:
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model, rng = make("gpt_oss", hidden_size=32, intermediate_size=64), np.random.default_rng(0)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    found = tensors_of(tmp_path)
+    for path, parameter in model.named_parameters():
+        if path.endswith(("gate_up_proj", "down_proj")):
+            experts, rows, columns = found.pop(path).shape
+            blocks = rng.integers(0, 256, (experts, columns, rows // 32, 16), np.uint8)
+            scales = rng.integers(122, 127, blocks.shape[:3], np.uint8)
+            found |= {f"{path}_blocks": blocks, f"{path}_scales": scales}
+            parts = (torch.from_numpy(x) for x in (blocks, scales))
+            parameter.data = convert_moe_packed_tensors(*parts, dtype=torch.float32)
+    save_file(found, file)
+    theirs = hugging_face_reference.logits(model, example("gpt_oss"))
+    np.testing.assert_allclose(our_logits(tmp_path, example("gpt_oss")), theirs, atol=1e-5)
+
+
 TARGETS = {"q_proj": "query", "v_proj": "value", "gate_proj": "gate", "down_proj": "down"}
 
 
@@ -176,13 +198,14 @@ def torch_equal(one: Any, other: Any) -> bool:
     return torch.equal(one.detach(), other.detach())
 
 
-def test_adapters_of_a_model_with_experts_are_those_of_peft(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "targets"), [("mixtral", "query value experts"), ("gpt_oss", "query key value out")])
+def test_adapters_of_a_model_with_experts_are_those_of_peft(name: str, targets: str, tmp_path: Path) -> None:
     """After two steps with experts divided in nodes: PEFT's model, which fuses experts' adapters, is the merged one."""
     import peft
     import transformers
 
     run, out, merged = tmp_path / "run", tmp_path / "out", tmp_path / "merged"
-    name, changes = "mixtral", dict(model__lora_rank=2, model__lora_targets="query value experts")
+    changes = dict(model__lora_rank=2, model__lora_targets=targets)
     changes |= dict(sharding__experts="node", sharding__partition_size=4, optimizer__learning_rate=0.1)
     assert run_here(*flags(name, **changes), f"--workdir={run}") == 0
     assert run_convert("convert", f"--to_peft={out}", f"--workdir={run}") == 0

@@ -211,11 +211,15 @@ def test_defaults_of_yarn(tmp_path: Path) -> None:
 @every_row(
     ("name", "changes", "message"),
     [
-        ("llama", {"model_type": "mamba"}, "'mamba' is not supported; one of gpt2, .*, roberta, mixtral, .*, olmoe is"),
         (
             "llama",
-            {"model_type": "gpt_oss"},
-            "'gpt_oss' is not supported, because attention sinks, .* are missing",
+            {"model_type": "mamba"},
+            "'mamba' is not supported; one of gpt2, .*, mixtral, .*, gpt_oss is",
+        ),
+        (
+            "llama",
+            {"model_type": "deepseek_v3"},
+            "'deepseek_v3' is not supported, because latent attention .* are missing",
         ),
         ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported; \[\] is"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported; None is"),
@@ -223,7 +227,7 @@ def test_defaults_of_yarn(tmp_path: Path) -> None:
         ("llama", {"head_dim": 8}, "model.head_dim=0, but 8 there"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' are not supported; default, .* and yarn"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "config.json has no factor"),
-        ("yarn", {"rope_parameters": YARN | {"truncate": False}}, "truncate=False is not supported; true is"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported; 7.0 is"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "model.rotary_factor=0.0 must be above 0"),
         ("llama", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported; 1"),
         ("mistral", {"sliding_window": "4"}, "model.window='4' must be a whole number"),

@@ -18,9 +18,10 @@ from training.experiment import make_experiment
 
 ENDS = [[40, 128], [70, 71]]  # of each row's first two documents
 
+NO_SINKS = np.full(4, -1e30)  # scores that have no weight
 
 PLAIN = [(causal, 0, 0.0, documents, n) for causal in (False, True) for documents in (False, True) for n in (16, 128)]
-QUICK = [(False, 0, 0.0, False, 16), (True, 64, 0.5, True, 192)]
+QUICK = [(False, 0, 0.0, False, 16), (True, 64, 0.5, True, 192, np.array([0.5, -1.0, 2.0, 0.0]))]
 SCORES = [
     (True, 1, 0.0, False, 128),
     (True, 64, 0.5, True, 192),
@@ -35,7 +36,10 @@ def test_values_and_gradients_are_those_of_xla(rows: list[Any]) -> None:
     check_rows(rows, check_equal_to_xla)
 
 
-def check_equal_to_xla(causal: bool, window: int, cap: float, documents: bool, length: int) -> None:
+def check_equal_to_xla(
+    causal: bool, window: int, cap: float, documents: bool, length: int, sinks: Any = NO_SINKS
+) -> None:
+    """A sink is a column of scores without values."""
     q, k, v, weights = (
         jax.random.normal(key, (2, length, heads, 16))
         for key, heads in zip(jax.random.split(jax.random.key(0), 4), (4, 2, 2, 4), strict=True)
@@ -46,23 +50,27 @@ def check_equal_to_xla(causal: bool, window: int, cap: float, documents: bool, l
     seen &= distance < window if window else True
     seen &= np.equal(segments[:, :, None], segments[:, None])[:, None] if documents else True
 
-    def xla(q: Any, k: Any, v: Any) -> Any:
+    def xla(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
         scores = cap * jnp.tanh(scores / cap) if cap else scores
-        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.where(seen, scores, -np.inf)), v)
+        columns = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        weights_of_all = jax.nn.softmax(jnp.concatenate([jnp.where(seen, scores, -np.inf), columns], axis=-1))
+        out = jnp.einsum("bnts,bsnh->btnh", weights_of_all[..., :-1], v)
         return (out * weights).sum(), out
 
-    def ours(q: Any, k: Any, v: Any) -> Any:
+    def ours(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         within = jnp.float32(window) if window else None
-        out = flash_attention(q, k, v, segments if documents else None, within, causal, cap)
+        out = flash_attention(q, k, v, segments if documents else None, within, sinks, causal, cap)
         return (out * weights).sum(), out
 
-    wanted, found = (jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(q, k, v) for f in (xla, ours))
+    gradients = (jax.jit(jax.grad(f, (0, 1, 2, 3), has_aux=True)) for f in (xla, ours))
+    wanted, found = (f(q, k, v, jnp.float32(sinks)) for f in gradients)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, wanted)
 
 
 GEMMA = {f"model.{name}": value for name, value in FLAGS.items()} | {"model.head_dim": 16}
+GEMMA |= {"model.attention_sinks": True}
 GEMMA |= {"model.num_layers": 4}  # two in a stage: the interpreter of the kernel wants a window that is one everywhere
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from models.block import attention, seen_from
+from models.attention import attention, seen_from
 from models.splash import splash_attention
 
 B, T, N, K, H = 2, 256, 4, 2, 32  # grouped heads
@@ -31,7 +31,7 @@ def test_results_and_gradients_are_the_formulas(causal: bool, window: int, cap: 
         return splash_attention(q, k, v, segments, window=window, causal=causal, cap=cap, interpret=True)
 
     def formula(q: Array, k: Array, v: Array) -> Array:
-        return attention(q, k, v, seen(segments, window, causal=causal), cap)
+        return attention(q, k, v, seen(segments, window, causal=causal), cap, None)
 
     def results(attend: object) -> list[Array]:
         results, backward = jax.vjp(attend, q, k, v)

@@ -255,8 +255,12 @@ def _in_stacks(function: Callable[[Stacks], Stacks]) -> Callable[[Stacks], Stack
 
 
 def is_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter is a matrix of one layer. Biases, norms, tables of positions and token types are not."""
-    return sum(dim != "layers" for dim in spec.dims) > 1 and {"position", "token_type"}.isdisjoint(spec.dims)
+    """Whether a parameter is a matrix of one layer, or a matrix for each expert.
+
+    Biases, norms, tables of positions and token types are not.
+    """
+    of_one = [dim for dim in spec.dims if dim not in ("layers", "experts")]
+    return len(of_one) > 1 and {"position", "token_type"}.isdisjoint(of_one)
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:

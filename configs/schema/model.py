@@ -11,7 +11,7 @@ from configs.schema.own import OWN
 
 KIND = "kind of model; decides the other keys"
 KINDS = ("decoder", "moe", "encoder", "resnet", "vit")
-GATED = ("swiglu", "geglu")  # activations of one product that multiply another
+GATED = ("swiglu", "swiglu_clamped", "geglu")  # activations of one product that multiply another
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down", "experts")
 ACTIVATION = "activation; gelu and geglu use the tanh approximation"
 REMAT = ("full", "attention", "dots", "none", "offload")
@@ -95,7 +95,7 @@ class TransformerConfig(ModelConfig):
         fused = self.attention != "cudnn" or self.compute_dtype != "float32"
         fix = "cudnn needs model.compute_dtype = 'bfloat16' or 'float16'; otherwise use xla"
         require(fused, "attention", self.attention, fix)
-        fix = "windows and capped scores need another kernel than cudnn; use pallas, xla or auto"
+        fix = "windows, capped scores and sinks need another kernel than cudnn; use pallas, xla or auto"
         require(self.attention != "cudnn" or self.is_plain, "attention", self.attention, fix)
 
     def _check_lora(self) -> None:
@@ -123,7 +123,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def is_plain(self) -> bool:
-        """Whether attention has neither windows nor capped scores, so that kernels of others compute it."""
+        """Whether attention has no windows, capped scores or sinks, so that kernels of others compute it."""
         return True
 
     @property
@@ -167,6 +167,7 @@ class DecoderConfig(TransformerConfig):
     rotary_high: float = key(4.0, "llama3, yarn: keep frequencies of more turns (YaRN: 32)", above=0, below=math.inf)
     rotary_original_len: int = key(8192, "llama3, yarn: longest sequence before the scaling", least=1, unit="tokens")
     rotary_attention: float = key(1.0, "yarn: factor of rotated queries and keys", above=0, below=math.inf)
+    rotary_truncate: bool = key(True, "yarn: interpolate between whole dims (gpt-oss: False)")
     window: int = key(0, "positions that a token attends to, with its own; 0: all", least=0, unit="tokens")
     global_every: int = key(0, "with window: every n-th layer attends to all positions; 0: none", least=0)
     rotary_local_base: float = key(
@@ -176,14 +177,13 @@ class DecoderConfig(TransformerConfig):
     qk_norm_whole: bool = key(False, "norms of all queries and all keys of a token (OLMoE)")
     query_scalar: int = key(0, "divide attention scores by its square root; 0: the size of a head", least=0)
     attention_cap: float = key(0.0, "attention scores s become cap tanh(s / cap); 0: no cap", least=0)
+    attention_sinks: bool = key(False, "a learned score per head, with no value, in attention's softmax (gpt-oss)")
     logit_cap: float = key(0.0, "the same for logits", least=0)
     norm: str = key(
-        "rms",
-        "LayerNorm, RMSNorm, or RMSNorm with scales added to 1 (Gemma)",
-        choices=("layer", "rms", "rms_1p"),
+        "rms", "LayerNorm, RMSNorm, or RMSNorm with scales added to 1 (Gemma)", choices=("layer", "rms", "rms_1p")
     )
     post_norm: bool = key(False, "additional norms after attention and MLP")
-    activation: str = key("swiglu", ACTIVATION, choices=("gelu", "gelu_exact", *GATED))
+    activation: str = key("swiglu", f"{ACTIVATION}; swiglu_clamped: gpt-oss's", choices=("gelu", "gelu_exact", *GATED))
     scale_embedding: bool = key(False, "multiply embeddings by the square root of hidden")
     tied_head: bool = key(True, "the head shares the embedding's weights")
     use_bias: bool = key(False, "biases in linear layers and norms")
@@ -200,12 +200,8 @@ class DecoderConfig(TransformerConfig):
         fix = f"rotary positions need an even model.hidden / model.num_heads, not {self.head_size}"
         require(even, "num_heads", self.num_heads, fix)
         fix = f"it must be above model.rotary_low = {self.rotary_low}"
-        require(
-            self.rotary_scaling not in ("llama3", "yarn") or self.rotary_high > self.rotary_low,
-            "rotary_high",
-            self.rotary_high,
-            fix,
-        )
+        ordered = self.rotary_scaling not in ("llama3", "yarn") or self.rotary_high > self.rotary_low
+        require(ordered, "rotary_high", self.rotary_high, fix)
         is_yarn = self.positions == "rotary" and self.rotary_scaling == "yarn"
         fix = "only rotary_scaling = 'yarn' scales queries and keys, in all layers alike; set it to 1"
         scaled = is_yarn and not self.rotary_local_base
@@ -222,8 +218,8 @@ class DecoderConfig(TransformerConfig):
 
     @property
     def is_plain(self) -> bool:
-        """Whether attention has neither windows nor capped scores, so that kernels of others compute it."""
-        return not self.window and not self.attention_cap
+        """Whether attention has no windows, capped scores or sinks, so that kernels of others compute it."""
+        return not self.window and not self.attention_cap and not self.attention_sinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +233,7 @@ class MoeConfig(DecoderConfig):
     shared_intermediate: int = key(
         0, "width of an expert that takes all tokens, weighted by a sigmoid (Qwen 2); 0: none", least=0
     )
+    expert_bias: bool = key(False, "biases of experts and router (gpt-oss)")
     moe_every: int = key(1, "experts in every layer or every second", choices=(1, 2))
     capacity_factor: float = key(
         1.25, "room of an expert, in even shares of a row's tokens; 0: for all (dropless)", least=0, below=math.inf
@@ -251,8 +248,8 @@ class MoeConfig(DecoderConfig):
         require(self.experts_per_token <= self.num_experts, "experts_per_token", self.experts_per_token, fix)
         fix = f"it must divide model.num_layers = {self.num_layers}"
         require(self.num_layers % self.moe_every == 0, "moe_every", self.moe_every, fix)
-        fix = "layers with experts are all alike; set it to 0"
-        require(not self.global_every, "global_every", self.global_every, fix)
+        fix = "layers with and without experts have the same window; set it to 0, or model.moe_every to 1"
+        require(not self.global_every or self.moe_every == 1, "global_every", self.global_every, fix)
 
     @property
     def num_moe_layers(self) -> int:

@@ -40,6 +40,8 @@ GEMMA_3 = dict(num_hidden_layers=3, layer_types=["sliding_attention", "full_atte
 GEMMA_3 |= dict(rope_parameters=dict(full_attention=LINEAR, sliding_attention=PLAIN | dict(rope_theta=50.0)))
 EXPERTS = OF_LLAMA | dict(num_experts_per_tok=2)
 QWEN_EXPERTS = EXPERTS | dict(num_experts=5, moe_intermediate_size=12, norm_topk_prob=True, head_dim=8)
+GPT_OSS = EXPERTS | dict(num_local_experts=4, num_hidden_layers=3, head_dim=8, sliding_window=5)
+GPT_OSS |= dict(rope_parameters=YARN | dict(truncate=False))
 SHARED = QWEN_EXPERTS | dict(num_experts=4, norm_topk_prob=False, shared_expert_intermediate_size=20)
 SHARED.pop("head_dim")
 GPT_2 = dict(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=MAX_LEN)
@@ -57,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", QWEN_EXPERTS | dict(num_experts_per_tok=3)),
     "qwen2_moe": ("Qwen2MoeForCausalLM", SHARED),
     "olmoe": ("OlmoeForCausalLM", EXPERTS | dict(num_experts=5, intermediate_size=12)),
+    "gpt_oss": ("GptOssForCausalLM", GPT_OSS),
     "gemma2": ("Gemma2ForCausalLM", GEMMA | GEMMA_2),
     "gemma3": ("Gemma3ForCausalLM", GEMMA | GEMMA_3),
     "bert": ("BertForMaskedLM", BERT),

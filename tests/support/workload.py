@@ -58,6 +58,7 @@ FLAGS: dict[str, Any] = {
 LORA = "lora "  # prefix of a kind of model, a decoder with adapters; the form in which its base is stored follows
 ADAPTED = "lora experts"  # a kind of model: the dropless one with adapters of its experts and queries
 MOE_DOTS = "moe dots"  # a kind of model, whose backward pass computes no product with weights again
+GPT_OSS = "moe gpt-oss"  # a kind of model: dropless, with windows, sinks, biases, and a clamped activation
 DROPLESS = "moe dropless"  # a kind of model, whose experts take all tokens that choose them, next to a shared one
 SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
 # input of a replica all-reduce, without a model: matrices of two dims and more, stacked and not, a vector, and a
@@ -93,6 +94,9 @@ def model(kind: str, num_layers: int = 2) -> models.Model:
         moe |= dict(capacity_factor=0.0, experts_per_token=3, shared_intermediate=16)
         moe |= dict(lora_rank=4, lora_targets="query experts") if kind == ADAPTED else {}
         kind = "moe"
+    if kind == GPT_OSS:
+        kind, section = "moe", section | dict(window=3, global_every=2, attention_bias=True, attention_sinks=True)
+        moe |= dict(capacity_factor=0.0, expert_bias=True, activation="swiglu_clamped")
     if kind in ("decoder", "moe", GEMMA):
         section |= dict(num_kv_heads=2)
     if kind == GEMMA:
