@@ -8,6 +8,7 @@ a copy of the frozen model over its GPUs; adapters alone cross the network betwe
 from weights to a running job. Hardware: nodes whose GPUs have bfloat16.
 Not run yet on GPUs; by the planner (lab/benchmarks/planner_configs.py):
 
+    gpt_oss_20b: 1 p4d.24xlarge (8 GPUs), 10.3 GB of 38.1 GB a GPU, 5.29 s a step, $16 for its 500 steps on demand
     llama_8b: 1 p4d.24xlarge (8 GPUs), 6.65 GB of 38.1 GB a GPU, 8.51 s a step, $26 for its 500 steps on demand
     llama_70b: 2 p4d.24xlarge (16 GPUs), 31.1 GB of 38.1 GB a GPU, 34.3 s a step, $209 for its 500 steps on demand
 """

@@ -3,8 +3,9 @@
     python -m planner --config=configs/gpt_oss.py:20b --cluster=p5.48xlarge
     python train.py --config=configs/fine_tune.py:DIR --config.data.path=chats.jsonl --workdir=runs/gpt_oss
 
-Hardware: nodes of 8 GPUs with bfloat16; all parameters of 20b on 8 with 80 GB, of 120b on 32 or more. Not run yet.
-Expected: the results of the planner.
+Hardware: nodes of 8 GPUs with bfloat16 and 80 GB. Not run yet; by the planner (lab/benchmarks/planner_configs.py):
+
+    20b: 1 p5.48xlarge (8 GPUs), 54.4 GB of 76.4 GB a GPU, 5.41 s a step, $83 for its 1,000 steps on demand
 
 Without weights the sizes are enough for a plan; a run that starts from a published checkpoint reads it from DIR
 (docs/hugging_face.md), or takes every size from there, in its own config: `config.model = hugging_face.model(DIR)`.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from support.workload import whole
 import models
 from configs import command_line, hugging_face
 from configs.schema import DecoderConfig, EncoderConfig
-from models.block import exact_gelu
+from models.block import exact_gelu, gated
 from models.hugging_face import Weights
 from models.hugging_face_export import write
 from sharding.state import by_name
@@ -70,6 +71,14 @@ def test_derivative_of_exact_gelu(dtype: Any) -> None:
     np.testing.assert_allclose(
         np.asarray(slope, np.float64), (value(x + 1e-5) - value(x - 1e-5)) / 2e-5, atol=tolerance
     )
+
+
+def test_the_clamped_activation_is_the_published_formula() -> None:
+    """Within and beyond the limits of gate and up, which the small checkpoint does not reach."""
+    gate, up = np.meshgrid(np.linspace(-20, 20, 41), np.linspace(-20, 20, 41))
+    least, linear = np.minimum(gate, 7), np.clip(up, -7, 7) + 1
+    found = gated(jnp.float32(gate), jnp.float32(up), "swiglu_clamped")
+    np.testing.assert_allclose(found, least / (1 + np.exp(-1.702 * least)) * linear, rtol=1e-5, atol=1e-6)
 
 
 @every_row("dtype", [ml_dtypes.bfloat16, np.float64], isolated=True)
