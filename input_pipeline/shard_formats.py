@@ -59,6 +59,11 @@ def format_of(name: str) -> str:
     return next((kind for kind, ending in _FORMATS.items() if ending.search(name.lower())), "")
 
 
+def unpacked(name: str) -> str:
+    """Returns the name of a file without the ending of its compression."""
+    return re.sub(rf"{_PACKED}$", "", name, count=1, flags=re.IGNORECASE)
+
+
 def endings(kinds: Sequence[str]) -> str:
     """Returns the ends of the names of files of these formats."""
     return f"{', '.join(_ENDINGS[kind] for kind in kinds)} (JSON and text also with {', '.join(UNPACKERS)})"

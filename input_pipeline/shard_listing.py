@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from configs.schema import DataConfig
-from input_pipeline.shard_formats import OF_CHATS, OF_TEXT, endings, format_of, matches
+from input_pipeline.shard_formats import OF_CHATS, OF_TEXT, endings, format_of, matches, unpacked
 from input_pipeline.shard_index import INDEX_FILE, ProgressWarning, ShardIndex
 from input_pipeline.store import Item, LocalStore, MissingError, Store, StoreError, is_url
 from input_pipeline.tokenizers import Tokenizer
@@ -105,13 +105,16 @@ def _checked(content: Any, store: Store, config: DataConfig, tokenizer: Tokenize
 def _chosen(names: Collection[str], pattern: str, where: str, kinds: Sequence[str]) -> list[str]:
     """Returns the files that match `data.pattern`, or without a pattern all files of the formats `kinds`.
 
-    ValueError if none match.
+    ValueError if none match, or if a file is there twice, compressed and not.
     """
     wanted = [name for name in names if matches(name, pattern) and (pattern or format_of(name) in kinds)]
     if not wanted:
         what = f"that matches data.pattern={pattern!r}" if pattern else f"of a known format: {endings(kinds)},"
         raise ValueError(f"data.path {where} has no file {what} among {len(names)} that are not empty")
+    first: dict[str, str] = {}
     for name in wanted:
+        if (other := first.setdefault(unpacked(name), name)) != name:
+            raise ValueError(f"{where} has {other} and {name}: remove one, or set data.pattern to read only one")
         if name.encode(errors="replace").decode() != name:
             raise ValueError(f"{where} has a file whose name is not UTF-8: rename {name!r}")
         if format_of(name) not in kinds:

@@ -201,6 +201,14 @@ def test_settings_that_cannot_work_are_one_line(texts):
     check_rows(rows, lambda changes, message: raised(lambda: opened(changes)).index(message))
 
 
+def test_a_file_that_is_there_twice_is_named(texts):
+    (texts / "part03.txt.GZ").write_bytes(packed(b"x"))
+    said = raised(lambda: ShardSet(settings(texts)))
+    assert "has part03.txt and part03.txt.GZ: remove one, or set data.pattern to read only one" in said
+    with ShardSet(settings(texts, pattern="*.txt")):
+        pass
+
+
 DAMAGED = [
     ("a.parquet", b"PAR1", "a.parquet cannot be read as parquet: after 0 documents"),
     ("a.parquet", b"PAR1", "; the file is damaged: fetch or write it again"),
