@@ -30,6 +30,7 @@ from configs.schema import DecoderConfig, EncoderConfig
 from models.block import exact_gelu, gated
 from models.hugging_face import Weights
 from models.hugging_face_export import write
+from models.lora import in_blocks
 from sharding.state import by_name
 from training.optimizers import is_matrix
 
@@ -52,10 +53,14 @@ def test_logits_and_loss_equal_transformers(name: str) -> None:
 
 
 def test_tables_are_no_matrices_and_attention_alone_may_have_biases() -> None:
-    """Positions and token types get neither weight decay nor Muon's orthogonalisation."""
+    """Positions, token types and experts' biases get neither weight decay nor Muon's orthogonalisation."""
     embed = models.build(section(FOLDER / "bert")).param_specs()["embed"]
     assert {"token", "position", "token_type"} < embed.keys()
     assert [name for name in ("token", "position", "token_type") if is_matrix(embed[name])] == ["token"]
+    config = replace(section(FOLDER / "gpt_oss"), lora_rank=2, lora_base="int8")
+    experts = models.build(config).plain_specs["layers"]["sparse"]["experts"]
+    assert {name for name, spec in experts.items() if is_matrix(spec)} == {"up", "gate", "down"}
+    assert {name for name, spec in experts.items() if in_blocks(config, spec)} == {"up", "gate", "down"}
     layers = models.build(DecoderConfig(attention_bias=True)).param_specs()["layers"]
     assert [name for name in layers if "bias" in layers[name]] == ["key", "out", "query", "value"]
 

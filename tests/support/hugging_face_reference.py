@@ -41,7 +41,7 @@ GEMMA_3 |= dict(rope_parameters=dict(full_attention=LINEAR, sliding_attention=PL
 EXPERTS = OF_LLAMA | dict(num_experts_per_tok=2)
 QWEN_EXPERTS = EXPERTS | dict(num_experts=5, moe_intermediate_size=12, norm_topk_prob=True, head_dim=8)
 GPT_OSS = EXPERTS | dict(num_local_experts=4, num_hidden_layers=3, head_dim=8, sliding_window=5)
-GPT_OSS |= dict(rope_parameters=YARN | dict(truncate=False))
+GPT_OSS |= dict(rope_parameters=YARN | dict(truncate=False, beta_fast=4.0, original_max_position_embeddings=32))
 SHARED = QWEN_EXPERTS | dict(num_experts=4, norm_topk_prob=False, shared_expert_intermediate_size=20)
 SHARED.pop("head_dim")
 GPT_2 = dict(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=MAX_LEN)
