@@ -112,9 +112,15 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
 
 
 def with_note(records: Records, table: Callable[[], str]) -> str:
-    """Returns a table, with a note if it reads lines whose commit is gone."""
+    """Returns a table, with a note if it reads lines whose commit is gone.
+
+    A sentence replaces a table without rows.
+    """
     records.read_lost.clear()
-    return "\n\n".join(filter(None, [table(), records.lost_note()]))
+    text = table()
+    if len(text.splitlines()) == 2:
+        return "The runs of this table are not recorded yet."
+    return "\n\n".join(filter(None, [text, records.lost_note()]))
 
 
 def main(argv: Sequence[str] | None = None, docs: Path = DOCS) -> int:

@@ -3,8 +3,8 @@
     python -m lab.benchmarks.asynchronous [--repetitions=3] [--latency=80ms]
 
 Each of 3 emulated nodes runs a replica; links have 200 Mbit/s and the latency. The processes of node 2 are stopped for
-three quarters of the time after its first round. A run ends its rounds with a quorum of 2. Then one process repeats the
-run from its `rounds.jsonl`, and one process trains in lockstep: both without emulated nodes. Adds a line to
+three quarters of the time after its first round. A round ends once 2 replicas have done their steps. Then one process
+repeats the run from its `rounds.jsonl`, and one process trains in lockstep: both without emulated nodes. Adds a line to
 results/measured/asynchronous.jsonl for each repetition: steps of each worker, the share of the time that steps took
 (`in_steps`), and the three validation losses. Needs root (docs/emulation.md).
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from lab.benchmarks.replica_events import processes_of
 from lab.benchmarks.runner import (
     ROOT,
     WORKDIR,
@@ -99,9 +100,10 @@ def on_nodes(words: Sequence[str], folder: Path, run: Path, latency: str) -> lis
         with slowed(words, metrics_of(run, SLOW)):
             try:
                 code = emulation.wait(LIMIT_S)
-            except subprocess.TimeoutExpired:
+            except subprocess.TimeoutExpired as error:
                 emulation.terminate()
-                code = emulation.wait()
+                emulation.wait()
+                raise FailedRunError(f"the run took more than {LIMIT_S} s; logs are in {folder}") from error
     if code:
         raise FailedRunError(f"the emulation ended with exit code {code}; logs are in {folder}")
     return command
@@ -131,18 +133,6 @@ def slowed(words: Sequence[str], metrics: Path) -> Iterator[None]:
         thread.join()
 
 
-def processes_of(words: Sequence[str], group: int) -> list[int]:
-    """Returns the processes that run a program as a group of an emulation in this checkout."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command = (folder / "cmdline").read_bytes().decode().rstrip("\0").split("\0")
-            numbered = f"SLURM_ARRAY_TASK_ID={group}".encode() in (folder / "environ").read_bytes().split(b"\0")
-            if command == list(words) and numbered and (folder / "cwd").readlink() == ROOT:
-                found.append(int(folder.name))
-    return found
-
-
 def rows_of(workdir: Path, group: int) -> list[dict[str, Any]]:
     """Returns the rows of a group's metrics."""
     return json_lines.read(metrics_of(workdir, group))
@@ -154,9 +144,10 @@ def metrics_of(workdir: Path, group: int) -> Path:
 
 
 def summary(rounds: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Returns the mean steps of each worker, and each group's mean share of time in steps, where all were heard.
+    """Returns the mean steps of each worker, and each group's mean share of time in steps.
 
-    Without the first of these rounds, in which the slow node was not slow yet. FailedRunError without a second one.
+    The means are over the rounds in which all replicas took part, except the first, before the slow node is slowed.
+    FailedRunError without such a round.
     """
     heard = dict([(line["round"], line["steps"]) for line in rounds if len(line["replicas"]) == WORKERS][1:])
     if not heard:

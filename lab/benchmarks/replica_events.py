@@ -12,7 +12,6 @@ one undisturbed replica. Adds lines to results/measured/replica_events.jsonl; ne
 import contextlib
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -157,16 +156,11 @@ class Run:
 
     def terminate(self, group: int) -> None:
         """Sends SIGTERM to a replica's process, as a scheduler does. FailedRunError if it does not run."""
-        signalled = self.ended(group)
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                found = (folder / "cmdline").read_bytes().decode().rstrip("\0").split("\0")
-                number = re.search(rb"SLURM_ARRAY_TASK_ID=(\d+)\0", (folder / "environ").read_bytes())
-                is_ours = found == self._program and (folder / "cwd").readlink() == ROOT  # not another checkout's
-                if is_ours and number and int(number[1]) == group:
-                    os.kill(int(folder.name), signal.SIGTERM)
-                    signalled = True
-        if not signalled:
+        running = processes_of(self._program, group)
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGTERM)
+        if not running and not self.ended(group):
             raise FailedRunError(f"replica {group} has no process to stop; logs are in {self.workdir}")
 
     def rows(self, group: int, most_bytes: int = sys.maxsize) -> list[dict[str, Any]]:
@@ -211,6 +205,18 @@ class Run:
             if time.monotonic() > until_s:
                 raise FailedRunError(f"{what}: not within {WAIT_S:g} s; logs are in {self.workdir}")
             time.sleep(0.1)
+
+
+def processes_of(words: Sequence[str], group: int) -> list[int]:
+    """Returns the processes that run a program as a group of an emulation in this checkout."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = os.fsdecode((folder / "cmdline").read_bytes()).rstrip("\0").split("\0")
+            numbered = f"SLURM_ARRAY_TASK_ID={group}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            if command == list(words) and numbered and (folder / "cwd").readlink() == ROOT:
+                found.append(int(folder.name))
+    return found
 
 
 def costs(key: Key) -> dict[str, Any]:

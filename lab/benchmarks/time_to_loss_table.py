@@ -1,8 +1,8 @@
 """Joins the parts of time_to_loss.jsonl: how long a method takes to the dense run's loss on each link, and its bytes.
 
-A run's time at step t is `t` times the mean step time on the emulated link. A link is a rate ("200mbit"), or a rate and
-a latency ("200mbit, 20ms"). If a method begins with `dense_steps` in
-f32, these steps have the dense method's time and bytes.
+A link is a rate ("200mbit"), or a rate and a latency ("200mbit, 20ms"). A run's time at step t is `t` times the mean
+step time on the emulated link. If a method begins with `dense_steps` in f32, these steps have the dense method's time
+and bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,10 +49,10 @@ def joined(lines: Sequence[Line], methods: Mapping[str, Method] = METHODS) -> di
         timed = [x for x in lines if (x["part"], x["method"]) == ("times", method.times)]
         means_s: dict[str, dict[tuple[str, int], float]] = {}
         for line in timed:
-            for rate, found_there in line["links"].items():
+            for rate, measured in line["links"].items():
                 latency = line.get("latency", NO_LATENCY)
                 link = rate if latency == NO_LATENCY else f"{rate}, {latency}"
-                means_s.setdefault(link, {})[turn_of(line)] = fmean(found_there["step_times_s"])
+                means_s.setdefault(link, {})[turn_of(line)] = fmean(measured["step_times_s"])
         sent = [link["sent_bytes"] for line in timed for link in line["links"].values()]
         found[name] = Joined(
             method=method,
@@ -186,7 +186,7 @@ def with_latency(lines: Sequence[Line]) -> str:
     found, rows = joined(lines), []
     far = [link for link in found[DENSE].means_s if "," in link]
     rates = {link.split(",")[0] for link in far}
-    links = sorted((x for x in found[DENSE].means_s if x.split(",")[0] in rates), key=lambda link: (len(link), link))
+    links = sorted(link for link in found[DENSE].means_s if link.split(",")[0] in rates)
     for name, one in found.items():
         if any(one.step_s(link) for link in far):
             steps, times = ([of(link) for link in links] for of in (one.step_s, partial(time_to_loss, found, name)))
