@@ -57,8 +57,8 @@ def text_files(root: Path) -> Iterator[str]:
     if not root.exists():
         raise ValueError(f"data.path {root} does not exist; set it to a file or a folder")
     if not root.is_dir():
-        other = "read this file by data.source='shards'" if root.is_file() else "to a regular file"
-        raise ValueError(f"data.path {root} is not a folder; set it to one, or {other}")
+        other = ", or read this file by data.source='shards'" if root.is_file() else ""
+        raise ValueError(f"data.path {root} is not a folder; set it to one{other}")
 
     def fail(error: OSError) -> None:
         raise ValueError(f"data.path {root} cannot be read: {error.filename}: {error.strerror}") from error

@@ -198,7 +198,9 @@ def _json(path: Path, columns: Sequence[str] | None, name: str) -> _Raw:
 
 def _of_json(content: bytes | str) -> Any:
     if content.strip() in ("{", b"{"):
-        raise ValueError("it is not JSON: its object continues on the next line: write one document per line")
+        raise ValueError(
+            "it is not JSON lines, because an object continues on the next line; write one document per line"
+        )
     return json_objects.value(content, "it", lenient=True)
 
 

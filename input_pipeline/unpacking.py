@@ -68,16 +68,16 @@ UNPACKERS: Mapping[str, Callable[[Path], Any]] = {".gz": gzip.GzipFile, ".bz2": 
 
 
 def check_first_bytes(path: Path, name: str) -> None:
-    """Raises ValueError if a file begins like a format other than the end of its `name`, or like a Git LFS pointer."""
+    """Raises ValueError if the first bytes of a file contradict the end of its `name`, or are a Git LFS pointer."""
     with path.open("rb") as file:
-        begin = file.read(len(_LFS_POINTER))
-    if begin == _LFS_POINTER:
-        raise ValueError("it is a pointer of Git LFS, and not the file: run git lfs pull")
+        first_bytes = file.read(len(_LFS_POINTER))
+    if first_bytes == _LFS_POINTER:
+        raise ValueError("it is a Git LFS pointer, and not the file: run git lfs pull")
     ending = Path(name.lower()).suffix
-    other = ".json" if begin.lstrip()[:1] in (b"{", b"[") else ending
-    found = next((end for end, first in _FIRST_BYTES.items() if begin.startswith(first)), other)
-    if found != ending and {found, ending} & {*_FIRST_BYTES}:
-        raise ValueError(f"its content is {found} and not {ending}: rename it, or write it again")
+    text_format = ".json" if first_bytes.lstrip()[:1] in (b"{", b"[") else ending
+    content = next((end for end, magic in _FIRST_BYTES.items() if first_bytes.startswith(magic)), text_format)
+    if content != ending and {content, ending} & {*_FIRST_BYTES}:
+        raise ValueError(f"its content is {content} and not {ending}: rename it, or write it again")
 
 
 def opened(path: Path, name: str) -> io.BufferedReader:

@@ -1,6 +1,7 @@
 """Bad input gets one line that names the setting, its value and what would work."""
 
 import base64
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_missing_empty_and_unreadable_text_is_rejected(tmp_path: Path, monkeypat
     short = {"seq_len": 20}
     rows: list[tuple[Path, bytes | None, dict[str, Any], str]] = [
         (tmp_path / "absent", None, {}, "absent does not exist"),
-        (tmp_path / "file", None, {}, "file is not a folder"),
+        (tmp_path / "file", None, {}, "file is not a folder; set it to one, or read this file by data.source='shards'"),
         (folder, None, {}, "folder has no text"),
         (folder, b"", {}, "folder has no text"),
         (folder, b"abc\xff\xfe", {}, "a.txt is not UTF-8 text (byte 3); convert it"),
@@ -104,6 +105,8 @@ def test_missing_empty_and_unreadable_text_is_rejected(tmp_path: Path, monkeypat
         assert message in raised(lambda: load_folder(path, **changes))
 
     check_rows(rows, check)
+    os.mkfifo(tmp_path / "pipe")
+    assert raised(lambda: load_folder(tmp_path / "pipe")).endswith("pipe is not a folder; set it to one")
     assert len(load_folder(folder, seq_len=19)) == len(load_folder(folder, seq_len=20, objective="masked")) == 1
 
     file.write_text("y" * 1000)

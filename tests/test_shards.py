@@ -216,12 +216,16 @@ DAMAGED = [
     (
         "a.parquet",
         b"version https://git-lfs.github.com/spec/v1\n",
-        "it is a pointer of Git LFS, and not the file: run ",
+        "it is a Git LFS pointer, and not the file: run ",
     ),
     ("a.JSON", of_parquet({"text": ["a"]}), "its content is .parquet and not .json: rename it, or write it again"),
     ("a.jsonl", packed(b'{"text": "a"}\n'), "its content is .gz and not .jsonl: rename it, or write it again"),
     ("a.jsonl.gz", lzma.compress(b"{}"), "its content is .xz and not .gz: rename it, or write it again"),
-    ("a.jsonl", b'{"text": "a"}\n{\n', "a.jsonl, line 2: it is not JSON: its object continues on the next line: write"),
+    (
+        "a.jsonl",
+        b'{"text": "a"}\n{\n',
+        "a.jsonl, line 2: it is not JSON lines, because an object continues on the next line; write",
+    ),
     (os.fsdecode(b"\xff.jsonl"), b"{}", " has a file whose name is not UTF-8: rename '\\udcff.jsonl'"),
     ("a.parquet", of_parquet({"body": ["a"]}), "it has no field 'text' (data.text_field), only body"),
     ("a.parquet", of_parquet({"text": [["a"]]}), "'text' is of type list<"),
