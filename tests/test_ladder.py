@@ -17,6 +17,7 @@ STEPS, RATE, REPLICAS = 4, 2e-2, 4
 WAYS: dict[str, Any] = {
     "int8": {"compression.all_reduce": "int8", "sharding.overlap": "off"},  # all layers share blocks, as here
     "delayed": {"compression.delayed": True},
+    "DiLoCo int4": {"compression.all_reduce": "int4", "local_sgd.inner_steps": 2},
     "MuLoCo": {"optimizer.name": "muon", "local_sgd.inner_steps": 2, "local_sgd.outer_momentum": 0.6},
 }
 

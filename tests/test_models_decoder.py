@@ -89,7 +89,7 @@ def test_each_row_is_sampled_from_its_own_key() -> None:
 
     together = generate(prompt, keys)
     np.testing.assert_array_equal(together[:, :4], prompt)
-    np.testing.assert_array_equal(together[::-1], generate(prompt, keys[::-1]))
+    np.testing.assert_array_equal(together[1:3], generate(prompt[1:3], keys[1:3]))
     assert len({tuple(row) for row in together.tolist()}) == 4
     assert np.all(together < 50)
 

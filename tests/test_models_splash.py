@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from support.suite import SLOW
 
 from models.attention import attention, seen_from
 from models.splash import splash_attention
@@ -21,7 +22,15 @@ def seen(segments_BT: Array | None, window: int, *, causal: bool) -> Array:
     )
 
 
-@pytest.mark.parametrize(("causal", "window", "cap", "has_segments"), [(True, 40, 5.0, True), (False, 0, 0.0, False)])
+@pytest.mark.parametrize(
+    ("causal", "window", "cap", "has_segments"),
+    [
+        (True, 0, 0.0, False),
+        (True, 40, 5.0, True),
+        (False, 0, 0.0, True),
+        pytest.param(False, 0, 0.0, False, marks=SLOW),
+    ],
+)
 def test_results_and_gradients_are_the_formulas(causal: bool, window: int, cap: float, has_segments: bool) -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     q, k, v, out = (jax.random.normal(key, (B, T, n, H)) for key, n in zip(keys, (N, K, K, N)))
