@@ -121,7 +121,7 @@ def exchange(codec: Codec | None, specs: Specs, replicas: int) -> AllReduce:
     if jax.__version_info__ < CODECS_FROM:
         raise ValueError(f"virtual replicas with a codec need jax 0.11, not {jax.__version__}; use Python 3.12")
     route = Route(codec=codec, scatter=(), gather=(AXIS,))
-    is_vector = [len(spec.shape) - spec.stacked <= 1 for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
+    is_vector = [spec.is_vector for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
 
     def init(params: Params) -> State:
         return State(step=jnp.zeros((), jnp.int32), residual=zeros_R(replicas, params), sent=nothing_sent())

@@ -95,8 +95,7 @@ def stored_specs(config: TransformerConfig, specs: dict[str, Any]) -> dict[str, 
 
 def in_blocks(config: TransformerConfig, spec: ParamSpec) -> bool:
     """Whether a frozen parameter is stored in blocks. This holds for the matrices of layers, except for routers."""
-    is_matrix = len(spec.shape) - spec.dims.count("experts") >= 3
-    return config.lora_base in BASES and spec.stacked and is_matrix and "router" not in spec.dims
+    return config.lora_base in BASES and spec.stacked and not spec.is_vector and "router" not in spec.dims
 
 
 def stored_values(config: TransformerConfig, specs: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

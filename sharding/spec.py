@@ -42,6 +42,16 @@ class ParamSpec:
         """Whether it is a stack of layers."""
         return "layers" in self.dims
 
+    @property
+    def by_expert(self) -> bool:
+        """Whether it has an entry for each expert."""
+        return EXPERTS_DIM in self.dims
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether the slice of a layer, and of an expert, has one dim, or none: scales and biases."""
+        return len(self.shape) - self.stacked - self.by_expert < 2
+
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.dims):
             raise ValueError(f"a parameter of shape {self.shape} needs {len(self.shape)} dim names, not {self.dims}")
@@ -51,9 +61,9 @@ class ParamSpec:
 class Placement:
     """The dim of a parameter that is partitioned (`dim`) and the dim split over `tensor` (`tensor_dim`). None: neither.
 
-    `stacked` if its first dim is `layers`, `staged` if that is divided over the stages of a pipeline. Experts are
-    placed separately: the axes `held` shard `expert_dim`, which is never gathered, and `dim` is partitioned over the
-    other axes of a scope.
+    `stacked` if its first dim is `layers`, `staged` if that is divided over the stages of a pipeline. `by_expert` if it
+    has a dim `experts`. Divided experts are placed separately: the axes `held` shard `expert_dim`, which is never
+    gathered, and `dim` is partitioned over the other axes of a scope.
     """
 
     dim: int | None
@@ -61,6 +71,7 @@ class Placement:
     ndim: int
     stacked: bool = False
     staged: bool = False
+    by_expert: bool = False
     expert_dim: int | None = None
     held: Axes = ()  # in CHUNK_ORDER
     frozen: bool = False
@@ -68,8 +79,8 @@ class Placement:
 
     @property
     def is_vector(self) -> bool:
-        """Whether a layer's slice has one dim, or none."""
-        return self.ndim - self.stacked < 2
+        """Whether the slice of a layer, and of an expert, has one dim, or none, as in `ParamSpec`."""
+        return self.ndim - self.stacked - self.by_expert < 2
 
     def not_held(self, scope: Sequence[str]) -> Axes:
         """Returns the axes of `scope` over which it is gathered and reduced: all except the axes that hold experts."""
@@ -117,14 +128,14 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
         )
     tensor_dim = None
     free = [i for i, dim in enumerate(spec.dims) if dim != "layers"]
-    if shape.tensor > 1 and len(free) > 1:
+    if shape.tensor > 1 and not spec.is_vector:
         tensor_dim = next((i for i in free if spec.dims[i] in TENSOR_DIMS), None)
         if tensor_dim is not None and spec.shape[tensor_dim] % shape.tensor:
             raise ValueError(
                 f"{name}: dim {spec.dims[tensor_dim]}={spec.shape[tensor_dim]} is not a multiple of "
                 f"mesh.tensor={shape.tensor}"
             )
-    held = layout.experts if EXPERTS_DIM in spec.dims else ()
+    held = layout.experts if spec.by_expert else ()
     expert_dim = spec.dims.index(EXPERTS_DIM) if held else None
     if expert_dim is not None and spec.shape[expert_dim] % shape.size(held):
         raise ValueError(
@@ -132,8 +143,8 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
             f"sharding.experts; choose another sharding.experts, or in a new run a multiple of {shape.size(held)} for "
             "model.num_experts"
         )
-    of_spec = {"ndim": ndim, "stacked": spec.stacked, "staged": staged, "frozen": spec.frozen}
-    whole = Placement(dim=None, tensor_dim=tensor_dim, expert_dim=expert_dim, held=held, **of_spec)
+    of_spec = {"ndim": ndim, "stacked": spec.stacked, "by_expert": spec.by_expert, "frozen": spec.frozen}
+    whole = Placement(dim=None, tensor_dim=tensor_dim, staged=staged, expert_dim=expert_dim, held=held, **of_spec)
     widest = layout.parameters if spec.frozen else layout.optimizer
     degree = shape.size(whole.not_held(widest))
     if degree == 1 or spec.replicate:

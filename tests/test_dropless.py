@@ -176,3 +176,12 @@ def test_every_strategy_trains_like_one_device_and_sends_the_formula(name: str) 
         of_x = (gathers + LAYERS) * gather[level] + 2 * LAYERS * total[level]
         of_r = gathers * gather[level] + LAYERS * total[level]
         assert sent[level] == pytest.approx(of_x * x_bytes + of_r * r_bytes), level
+
+
+@pytest.mark.slow
+def test_experts_with_biases_train_with_a_tensor_split() -> None:
+    """The node holds the experts, and the group of two nodes divides a bias where its matrix is split."""
+    sh = workload.plan(workload.GPT_OSS, experts="node", strategy="zero3", nodes=2, per_node=4, tensor=2)
+    step, state, batch = workload.compiled_step(workload.GPT_OSS, sh, accumulation=ACCUMULATION)
+    found = workload.run_steps(step, state, batch, workload.NUM_STEPS)[0]
+    np.testing.assert_allclose(found, workload.single_device_losses(workload.GPT_OSS), rtol=1e-5)

@@ -61,6 +61,7 @@ def test_tables_are_no_matrices_and_attention_alone_may_have_biases() -> None:
     experts = models.build(config).plain_specs["layers"]["sparse"]["experts"]
     assert {name for name, spec in experts.items() if is_matrix(spec)} == {"up", "gate", "down"}
     assert {name for name, spec in experts.items() if in_blocks(config, spec)} == {"up", "gate", "down"}
+    assert {name for name, spec in experts.items() if spec.is_vector} == {"up_bias", "gate_bias", "down_bias"}
     layers = models.build(DecoderConfig(attention_bias=True)).param_specs()["layers"]
     assert [name for name in layers if "bias" in layers[name]] == ["key", "out", "query", "value"]
 

@@ -271,6 +271,17 @@ def test_tensor_axis_shards_the_tensor_dims() -> None:
         ParamSpec(shape=(2, 3), dims=("embed",))
 
 
+def test_biases_of_experts_are_vectors_and_leave_their_dim_to_the_scope() -> None:
+    """Codecs do not encode them, and `tensor` must not take the only dim that a divided bias has to partition."""
+    layout = layout_of("mics", 2, 4, 2, partition_size=8, experts="node")  # 4 shards x tensor 2
+    matrix, bias = spec(layers=3, experts=4, embed=8, mlp=16), spec(layers=3, experts=4, mlp=16)
+    up, up_bias = place("up", matrix, layout), place("up_bias", bias, layout)
+    assert (up.expert_dim, up.dim, up.tensor_dim) == (1, 2, 3) and not (matrix.is_vector or up.is_vector)
+    assert (up_bias.expert_dim, up_bias.dim, up_bias.tensor_dim) == (1, 2, None)
+    for found in (bias, up_bias, up_bias.without_layers(), place("b", bias, layout_of("zero3", 4, 2))):
+        assert found.is_vector
+
+
 # -------------------------------------------------------------------------------------------------------- nodes
 
 

@@ -259,8 +259,7 @@ def is_matrix(spec: ParamSpec) -> bool:
 
     Biases, norms, tables of positions and token types are not.
     """
-    of_one = [dim for dim in spec.dims if dim not in ("layers", "experts")]
-    return len(of_one) > 1 and {"position", "token_type"}.isdisjoint(of_one)
+    return not spec.is_vector and {"position", "token_type"}.isdisjoint(spec.dims)
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
