@@ -1,5 +1,6 @@
 """Independent replicas as train.py runs them: the same losses as one world, for any model."""
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from configs import digits, gpu_decoder
 from configs.base import typed
 from configs.schema import CompressionConfig, sections
 from elastic.manifest import UNFINISHED
-from elastic.replicas.driver import BehindError, Replicas
+from elastic.replicas.driver import BehindError, Replicas, Step
 from elastic.replicas.payloads import LOSSLESS
 from elastic.replicas.peers import Peer
 from elastic.replicas.sums import Piece, Status
@@ -166,6 +167,38 @@ def test_one_that_is_alone_with_an_older_state_than_is_saved_ends_to_start_again
     assert "the newest checkpoint is newer than the state here" in capsys.readouterr().err.splitlines()[-1]
     assert run_here(*replica) == 0
     assert [row["step"] for row in rows(tmp_path / "replicas" / "0")] == [1, 2, 3, 4], "none of them was done again"
+
+
+@pytest.mark.release
+def test_delayed_gradients_that_are_not_finite_are_skipped_after_any_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients of the third step wait in the checkpoint after it, which a replica or one world restores."""
+    put = Step.put
+
+    def put_nan(self: Step, unit: int, piece: int, values: np.ndarray) -> None:
+        is_spoiled = (self.number, piece) == (2, 0)
+        put(self, unit, piece, np.full_like(values, np.nan) if is_spoiled else values)
+
+    monkeypatch.setattr(Step, "put", put_nan)
+    changes = {"num_steps": 6, "compression__delayed": True}
+
+    def replica(name: str, **parts: Any) -> int:
+        return run_here(*arguments(tmp_path / name, **INDEPENDENT, **changes), "--group=0", **parts)
+
+    assert replica("whole") == 0
+    assert replica("part", hooks=[stop_after(3)]) == 75
+    shutil.copytree(tmp_path / "part", tmp_path / "world")
+    assert replica("part") == 0
+    assert run_here(*arguments(tmp_path / "world", **TWO, **changes, sharding__overlap="off")) == 0
+    metrics = {name: rows(tmp_path / name / "replicas" / "0") for name in ("whole", "part")}
+    metrics["world"] = rows(tmp_path / "world")
+    for name, lines in metrics.items():
+        assert [row["skipped_steps"] for row in lines[-3:]] == [1, 1, 1], name
+    whole, part, world = (arrays(tmp_path / name, 6) for name in ("whole", "part", "world"))
+    assert [name for name in whole if part[name].tobytes() != whole[name].tobytes()] == []
+    for name in (name for name in whole if name.startswith("params")):
+        np.testing.assert_allclose(world[name], whole[name], rtol=2e-3, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from planner.predict import Machine, ReplayableStep, compiled_step, what_helps
 from planner.question import Question, command_flags, question_of
 from planner.replay import NAMES, REPEATED, Bar, Timeline, Use, replay
 from planner.report import from_json, scaling_rows
+from planner.search import FittingCandidates, search
 from planner.spot import UsableNodes, other_strategies, world_of
 from sharding.hlo import LABELS, read_collectives
 from sharding.hlo_program import parse_program
@@ -256,9 +257,19 @@ def test_the_program(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_search_shows_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And how many plans fit, as if the only one did twice."""
+
+    def search_with_two(*args: Any, **how: Any) -> FittingCandidates:
+        fitting = search(*args, **how)
+        return replace(fitting, steps=2 * fitting.steps)
+
+    monkeypatch.setattr(program, "search", search_with_two)
+    monkeypatch.setattr(program, "SHOWN", 1)
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
     code, out, err = run(capsys, *WORDS, *EMULATED, "--search", "--compile=1")
     assert code == 0 and "compiling" in err and "1/1" in err and "compiling" not in out
+    assert [line.split()[0] for line in out.splitlines() if re.match(r"\d +\w+", line)] == ["1"]
+    assert "note: the 1 fastest are shown, of 2 that fit" in out.splitlines()
 
 
 @pytest.mark.slow
