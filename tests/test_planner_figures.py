@@ -260,12 +260,8 @@ def test_every_published_step_was_predicted_and_a_third_chose_rates() -> None:
 
 
 def test_steps_that_ran_are_not_refused_and_those_held_back_are_predicted() -> None:
-    """The aims: a mean error of 10 %, nine of ten within 20 %, no bias beyond 4 %; but one, all that ran surely fit.
-
-    That one may: it lacks 1.5 % of what a plan gives programs, and the whole device has more (docs/results/planner.md).
-    """
-    needs = sorted(line["memory_bytes"] / line["capacity_bytes"] for line in recorded(published_steps.RESULTS))
-    assert needs[-2] <= 1 < needs[-1] < 1.02 < 1 / clusters.MEMORY_SHARE
+    """The aims: a mean error of 10 %, nine of ten within 20 %, no bias beyond 4 %; all steps that ran fit."""
+    assert all(line["memory_bytes"] <= line["capacity_bytes"] for line in recorded(published_steps.RESULTS))
     errors = [planner_errors.error(line, "published_s") for line in held_back()]
     assert fmean(map(abs, errors)) <= 0.10
     assert planner_errors.quantile(errors, 0.9) <= 0.20
@@ -281,4 +277,4 @@ def test_most_steps_below_half_of_the_memory_lack_all_logits() -> None:
         sum(line["memory_bytes"] + more < line["capacity_bytes"] / 2 for line, more in zip(lines, added, strict=True))
         for added in ([0] * len(lines), logits)
     ]
-    assert below == [18, 2]
+    assert below == [34, 3]
