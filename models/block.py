@@ -172,8 +172,8 @@ def gelu(x: Array, activation: str) -> Array:
 def gated(gate: Array, up: Array, activation: str) -> Array:
     """Returns a gated MLP's hidden values: SiLU of the gate, or GELU for `geglu`, times `up` (Shazeer 2020).
 
-    `swiglu_clamped` limits both to 7, has the slope 1.702 inside SiLU's sigmoid, and adds 1 to `up` (gpt-oss, arXiv
-    2508.10925, and its reference code).
+    `swiglu_clamped` limits the gate from above and `up` on both sides to 7, computes `gate · sigmoid(1.702 gate)`, and
+    adds 1 to `up` (gpt-oss, arXiv 2508.10925, and its reference code).
     """
     if activation == "swiglu_clamped":
         gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
@@ -237,6 +237,7 @@ class Attention(nnx.Module):
         if c.attention == "pallas":
             return flash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N, c.causal, c.attention_cap)
         if c.attention == "splash":
+            assert sinks_N is None, "models/splash.py passes no sinks to the kernel"
             attend = partial(splash_attention, causal=c.causal, cap=c.attention_cap)
             if window is None:
                 return attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)

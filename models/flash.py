@@ -73,7 +73,8 @@ def _forward(
     if sinks_N is not None:  # one more term in the sum of the weights
         with_sinks_BNT = jnp.logaddexp2(log_BNT, _base_2(sinks_N))
         scale_BNT, log_BNT = jnp.exp2(log_BNT - with_sinks_BNT), with_sinks_BNT
-        out_BTNH = out_BTNH * scale_BNT.swapaxes(1, 2)[..., None].astype(out_BTNH.dtype)
+        scaled_BTNH = out_BTNH.astype(jnp.float32) * scale_BNT.swapaxes(1, 2)[..., None]
+        out_BTNH = scaled_BTNH.astype(out_BTNH.dtype)
     out_BTNH, log_BNT = named(out_BTNH, ATTENTION), named(log_BNT, ATTENTION)
     return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N, out_BTNH, log_BNT)
 

@@ -18,8 +18,6 @@ from training.experiment import make_experiment
 
 ENDS = [[40, 128], [70, 71]]  # of each row's first two documents
 
-NO_SINKS = np.full(4, -1e30)  # scores that have no weight
-
 PLAIN = [(causal, 0, 0.0, documents, n) for causal in (False, True) for documents in (False, True) for n in (16, 128)]
 QUICK = [(False, 0, 0.0, False, 16), (True, 64, 0.5, True, 192, np.array([0.5, -1.0, 2.0, 0.0]))]
 SCORES = [
@@ -36,9 +34,7 @@ def test_values_and_gradients_are_those_of_xla(rows: list[Any]) -> None:
     check_rows(rows, check_equal_to_xla)
 
 
-def check_equal_to_xla(
-    causal: bool, window: int, cap: float, documents: bool, length: int, sinks: Any = NO_SINKS
-) -> None:
+def check_equal_to_xla(causal: bool, window: int, cap: float, documents: bool, length: int, sinks: Any = None) -> None:
     """A sink is a column of scores without values."""
     q, k, v, weights = (
         jax.random.normal(key, (2, length, heads, 16))
@@ -54,9 +50,11 @@ def check_equal_to_xla(
         k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
         scores = cap * jnp.tanh(scores / cap) if cap else scores
-        columns = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
-        weights_of_all = jax.nn.softmax(jnp.concatenate([jnp.where(seen, scores, -np.inf), columns], axis=-1))
-        out = jnp.einsum("bnts,bsnh->btnh", weights_of_all[..., :-1], v)
+        scores = jnp.where(seen, scores, -np.inf)
+        if sinks is not None:
+            columns = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+            scores = jnp.concatenate([scores, columns], axis=-1)
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores)[..., :length], v)
         return (out * weights).sum(), out
 
     def ours(q: Any, k: Any, v: Any, sinks: Any) -> Any:
@@ -65,8 +63,17 @@ def check_equal_to_xla(
         return (out * weights).sum(), out
 
     gradients = (jax.jit(jax.grad(f, (0, 1, 2, 3), has_aux=True)) for f in (xla, ours))
-    wanted, found = (f(q, k, v, jnp.float32(sinks)) for f in gradients)
+    wanted, found = (f(q, k, v, None if sinks is None else jnp.float32(sinks)) for f in gradients)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, wanted)
+
+
+def test_the_factor_of_a_sink_is_not_rounded() -> None:
+    """In bfloat16, where XLA multiplies in float32 too: all scores are equal, so that the factor is `T / (T + e^s)`."""
+    sinks, zero = jnp.asarray([0.5, -1.0, 2.0, 0.0]), jnp.zeros((2, 16, 4, 16), "bfloat16")
+    v = jax.random.normal(jax.random.key(0), zero.shape, "bfloat16")
+    attend = jax.jit(lambda sinks: flash_attention(zero, zero, v, sinks_N=sinks, causal=False))
+    wanted = attend(None).astype(jnp.float32) * (16 / (16 + jnp.exp(sinks)))[None, None, :, None]
+    np.testing.assert_array_equal(attend(sinks), wanted.astype("bfloat16"))
 
 
 GEMMA = {f"model.{name}": value for name, value in FLAGS.items()} | {"model.head_dim": 16}
@@ -135,6 +142,16 @@ def test_auto_is_a_fused_kernel_on_gpus(
     assert make_experiment(base.typed(config)).model.config.attention == "xla"
     with monkeypatch.context() as on_gpu:
         on_gpu.setattr(jax, "default_backend", lambda: "gpu")
+        assert make_experiment(base.typed(config)).model.config.attention == expected
+
+
+@every_row(("sinks", "expected"), [(False, "splash"), (True, "xla")])
+def test_auto_is_splash_on_tpus_without_sinks(sinks: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = quickstart.get_config()
+    sizes = {"model.max_len": 128, "data.seq_len": 128, "model.attention_sinks": sinks}
+    config.update_from_flattened_dict(SMALL | {"model.compute_dtype": "bfloat16"} | sizes)
+    with monkeypatch.context() as on_tpu:
+        on_tpu.setattr(jax, "default_backend", lambda: "tpu")
         assert make_experiment(base.typed(config)).model.config.attention == expected
 
 
