@@ -112,6 +112,7 @@ _QWEN2 = replace(
     | {"model.layers.{}.mlp.shared_expert_gate.weight": "layers/sparse/shared/router"},
 )
 _YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_ROPE_OF_GPT_OSS = {"rope_theta": 150_000.0, "rope_parameters": _YARN}
 _IN_GPT_OSS = {
     "self_attn.sinks": "layers/sparse/sinks",
     "mlp.router.weight": "layers/sparse/router",
@@ -140,7 +141,7 @@ _GPT_OSS = replace(
     | {"activation": "swiglu_clamped", "attention_sinks": True, "expert_bias": True, "balance_loss": 0.0},
     only=LLAMA.only | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     more=lambda v: {
-        **read_rope({"rope_theta": 150_000.0, "rope_parameters": _YARN, **v}),
+        **read_rope({**v, **{name: v.get(name) or default for name, default in _ROPE_OF_GPT_OSS.items()}}),
         **read_windows({"sliding_window": 128, **v}, every=2),
     },
     tensors={name: ours for name, ours in _MIXTRAL.tensors.items() if "block_sparse_moe" not in name}

@@ -118,7 +118,7 @@ def _rotary(values: JsonMapping, rope: JsonMapping, base: float = 10_000.0) -> d
     if kind == "yarn":
         found |= {"rotary_low": _real(rope, "beta_slow", 1.0), "rotary_high": _real(rope, "beta_fast", 32.0)}
         found["rotary_attention"] = _yarn_attention(rope)
-        found["rotary_truncate"] = rope.get("truncate") is not False
+        found["rotary_truncate"] = bool(rope.get("truncate", True))
     if kind in ("llama3", "yarn"):
         length = "original_max_position_embeddings"
         found["rotary_original_len"] = number(rope, length, values.get("max_position_embeddings"))

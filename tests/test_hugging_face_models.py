@@ -210,6 +210,19 @@ def test_config_json_of_older_versions(tmp_path: Path) -> None:
     assert config == replace(section(FOLDER / "llama"), weights=config.weights)
 
 
+def test_null_positions_of_gpt_oss_are_its_default(tmp_path: Path) -> None:
+    """YaRN that rounds nothing, as in transformers; a null `truncate` rounds nothing either."""
+    folder = changed(FOLDER / "gpt_oss", tmp_path / "a")
+    values = json.loads((folder / "config.json").read_text()) | {"rope_parameters": None}
+    (folder / "config.json").write_text(json.dumps(values))
+    found = section(folder)
+    assert isinstance(found, DecoderConfig)
+    assert (found.rotary_scaling, found.rotary_base, found.rotary_factor) == ("yarn", 150_000, 32)
+    assert not found.rotary_truncate
+    found = section(changed(FOLDER / "yarn", tmp_path / "b", rope_parameters=YARN | {"truncate": None}))
+    assert isinstance(found, DecoderConfig) and not found.rotary_truncate
+
+
 def test_defaults_of_yarn(tmp_path: Path) -> None:
     """As in transformers: 32 turns, 1 turn, and the attention factor of the paper or of two scales (DeepSeek)."""
     rope = {key: x for key, x in YARN.items() if key not in ("beta_fast", "beta_slow", "attention_factor")}
