@@ -15,6 +15,7 @@ additionally holds this process' shards of one of our (stacked) parameters and a
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -85,12 +86,6 @@ class TensorMapping:
             return slice(ours.start * self.parts + self.part, ours.stop * self.parts, self.parts)
         first = self.part * self.shape[-1]
         return slice(ours.start + first, ours.stop + first)
-
-    def joined(self, values: list[np.ndarray]) -> np.ndarray:
-        """Returns their tensor `[..., columns]`, not transposed, given the values of each part."""
-        if self.interleaved:
-            return np.stack(values, axis=-1).reshape(*self.shape[:-1], -1)
-        return np.concatenate(values, axis=-1)
 
     def name_in(self, place: StackIndex) -> str:
         """Returns the name of the tensor at a place."""
@@ -293,12 +288,10 @@ class Weights:
             return  # only padding
         wanted[-1] = tensor.columns(wanted[-1])
         name = self._names[tensor.path, place]
-        rows, *others = wanted[::-1] if tensor.transposed else wanted
+        wanted = wanted[::-1] if tensor.transposed else wanted
         into, theirs = out[inside].T if tensor.transposed else out[inside], self._slice(name)
-        most = max(1, SLICE_VALUES // prod(tensor.their_shape[1:]))  # whole rows, because their pages are read anyway
-        for start in range(rows.start, rows.stop, most):
-            read = theirs[(slice(start, min(start + most, rows.stop)), *others)]
-            block = into[start - rows.start :][: len(read)]
+        for theirs_at, ours_at in _pieces(wanted, tensor.their_shape):
+            read, block = theirs[theirs_at], into[ours_at]
             with np.errstate(over="ignore"):  # a float64 may become infinite
                 block[...] = read
             if not (np.isfinite(block.min()) and np.isfinite(block.max())):  # avoids an array of booleans
@@ -330,6 +323,20 @@ class Weights:
             )
         if dtype not in FLOATS:
             raise ValueError(f"{self.folder}: {name} has dtype {dtype}; weights are {', '.join(FLOATS.values())}")
+
+
+def _pieces(region: list[slice], shape: tuple[int, ...]) -> Iterator[tuple[TensorSlice, TensorSlice]]:
+    """Yields the parts of a region of a tensor that are read at once, in the tensor and in the region.
+
+    A part has whole rows of one matrix, because the pages of a row are read anyway.
+    """
+    stacks, (rows, *columns) = region[:-2], region[-2:]
+    most = max(1, SLICE_VALUES // prod(shape[len(stacks) + 1 :]))
+    experts = (range(part.start, part.stop) for part in stacks)
+    for *numbers, start in product(*experts, range(rows.start, rows.stop, most)):
+        part = *(slice(i, i + 1) for i in numbers), slice(start, min(start + most, rows.stop))
+        place = tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(part, region, strict=False))
+        yield (*part, *columns), place
 
 
 def _open(folder: Path) -> dict[str, _File]:

@@ -1,14 +1,13 @@
 """Writes weights in the layout of transformers: config.json and safetensors files.
 
-The headers are written first, then each tensor at its offset. Memory holds at most a single parameter (for GPT-2
-query, key and value together) and a single tensor of transformers.
+The headers are written first, then each parameter at its offsets. Memory holds at most a single parameter in float32
+and a single tensor of transformers.
 """
 
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ MAX_FILE_BYTES = 5_000_000_000  # as in transformers
 
 
 class _NewFile:
-    """A safetensors file whose tensors are written in any order."""
+    """A safetensors file whose tensors are written in any order, whole or some columns at a time."""
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
-        self.path, self._dtype = path, jnp.dtype(dtype)
+        self.path, self._dtype, self._shapes = path, jnp.dtype(dtype), shapes
         self._begins: dict[str, int] = {}
         (theirs,) = (name for name, ours in FLOATS.items() if ours == dtype)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it, transformers refuses the file
@@ -42,7 +41,7 @@ class _NewFile:
         content = json.dumps(header, separators=(",", ":")).encode()
         content += b" " * (-len(content) % 8)
         self._data = 8 + len(content)
-        self._file = open(f"{path}{UNFINISHED}", "wb")  # noqa: SIM115
+        self._file = open(f"{path}{UNFINISHED}", "w+b")  # noqa: SIM115
         self._file.write(len(content).to_bytes(8, "little") + content)
         self._file.truncate(self._data + end)
 
@@ -54,6 +53,15 @@ class _NewFile:
             raise ValueError(f"{self.path}: {name} has a number beyond {self._dtype}, in which the model is written")
         self._file.seek(self._data + self._begins[name])
         self._file.write(content.view(np.uint8).data)
+
+    def write_columns(self, name: str, columns: slice, value: np.ndarray) -> None:
+        """Writes some columns of a tensor, like `write`; the others stay as they are, at first zero."""
+        content = np.empty(self._shapes[name], self._dtype)
+        self._file.seek(self._data + self._begins[name])
+        self._file.readinto(content.view(np.uint8).data)
+        with np.errstate(over="ignore"):
+            content[..., columns] = value
+        self.write(name, content)
 
     def close(self) -> None:
         """Makes sure that the content is on the disk."""
@@ -90,8 +98,8 @@ def write(
     with ExitStack() as stack:
         opened = {path: stack.enter_context(closing(_NewFile(path, x, dtype))) for path, x in files.items()}
         place = {name: opened[path] for path, shapes in files.items() for name in shapes}
-        for _, group in groupby(found, key=lambda tensor: tensor.name):
-            _write_tensors([*group], read, place)
+        for tensor in found:
+            _write_parameter(tensor, read(tensor.path), place)
     for path in files:
         os.replace(f"{path}{UNFINISHED}", path)
     if len(files) > 1:
@@ -103,16 +111,16 @@ def write(
     return [*files]
 
 
-def _write_tensors(
-    parts: list[TensorMapping], read: Callable[[str], np.ndarray], place: Mapping[str, _NewFile]
-) -> None:
-    """Writes the tensors, one per layer (and expert), that concatenate some of our parameters."""
-    values = [read(tensor.path) for tensor in parts]
-    used = tuple(slice(size) for size in parts[0].shape)  # without the padding of the vocabulary
-    for at in parts[0].places:
-        whole = parts[0].joined([value[(*at, *used)] for value in values])
-        name = parts[0].name_in(at)
-        place[name].write(name, whole.T if parts[0].transposed else whole)
+def _write_parameter(tensor: TensorMapping, value: np.ndarray, place: Mapping[str, _NewFile]) -> None:
+    """Writes our parameter into the tensors, one per layer (and expert), that hold it."""
+    used = tuple(slice(size) for size in tensor.shape)  # without the padding of the vocabulary
+    for at in tensor.places:
+        name, part = tensor.name_in(at), value[(*at, *used)]
+        if tensor.parts == 1:
+            place[name].write(name, part.T if tensor.transposed else part)
+        else:
+            assert not tensor.transposed
+            place[name].write_columns(name, tensor.columns(slice(0, tensor.shape[-1])), part)
 
 
 def _theirs(found: list[TensorMapping]) -> Iterator[tuple[str, tuple[int, ...]]]:

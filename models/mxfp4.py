@@ -50,11 +50,11 @@ class Tensor:
 class _Pair:
     """A pair of open files, with the interface of safetensors."""
 
-    of_blocks: Any
-    of_scales: Any
+    blocks_file: Any
+    scales_file: Any
 
     def get_slice(self, name: str) -> Tensor:
-        return Tensor(self.of_blocks.get_slice(name + BLOCKS), self.of_scales.get_slice(name + SCALES))
+        return Tensor(self.blocks_file.get_slice(name + BLOCKS), self.scales_file.get_slice(name + SCALES))
 
 
 def unpacked(files: Mapping[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
@@ -65,10 +65,10 @@ def unpacked(files: Mapping[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any
     found = dict(files)
     for whole in [name for name in files if name.endswith(BLOCKS)]:
         name = whole.removesuffix(BLOCKS)
-        (path, of_blocks), (_, of_scales) = found.pop(whole), found.pop(name + SCALES, (None, None))
-        blocks, scales = of_blocks.get_slice(whole), of_scales and of_scales.get_slice(name + SCALES)
+        (path, blocks_file), (_, scales_file) = found.pop(whole), found.pop(name + SCALES, (None, None))
+        blocks, scales = blocks_file.get_slice(whole), scales_file and scales_file.get_slice(name + SCALES)
         shape, dtypes = blocks.get_shape(), {x.get_dtype() for x in (blocks, scales) if x}
         if not scales or dtypes != {"U8"} or shape[3:] != [SIZE // 2] or scales.get_shape() != shape[:3]:
             raise ValueError(f"{path}: {whole} is not in MXFP4, or its scales are missing or of another shape")
-        found[name] = path, _Pair(of_blocks, of_scales)
+        found[name] = path, _Pair(blocks_file, scales_file)
     return found
