@@ -49,7 +49,7 @@ class Routes(NamedTuple):
 
 
 class Experts(nnx.Module):
-    """The MLPs of E experts. Each matrix may have biases, and an adapter (models/lora.py)."""
+    """The MLPs of E experts. Each matrix may have a bias and an adapter (models/lora.py)."""
 
     up_adapter: Adapter | None = None
     gate_adapter: Adapter | None = None
@@ -73,7 +73,8 @@ class Experts(nnx.Module):
     def __call__(self, x: Array, product: Callable[[Array, Array], Array]) -> Array:
         """Returns the outputs of the local experts for inputs `[..., D]`.
 
-        `product` multiplies inputs by the matrices `[E, ...]` of their experts, and a column of ones by their biases.
+        `product(x, w)` multiplies each row by its expert's matrix. A bias is a `[E, 1, F]` matrix times a column of
+        ones.
         """
 
         def multiply(x: Array, weight: Array, bias: nnx.Param[Array] | None, adapter: Adapter | None) -> Array:

@@ -54,7 +54,7 @@ def test_routes_equal_a_plain_router(per_token: int, room: int) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(experts_per_token=2, capacity_factor=1.0),
+        dict(experts_per_token=2, capacity_factor=1.0, expert_bias=True),
         pytest.param(
             dict(experts_per_token=1, capacity_factor=0.5, activation="gelu", norm="layer", use_bias=True), marks=SLOW
         ),

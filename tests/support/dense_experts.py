@@ -28,7 +28,8 @@ def _finish(
     c, (x, y) = self.moe, self.attend(x, mixed)
     length = y.shape[1]
     room = math.ceil(c.experts_per_token * length * c.capacity_factor / c.num_experts)
-    logits = y @ self.router[...]
+    bias = lambda x, *expert: 0 if x is None else x[(*expert, None, None)]
+    logits = y @ self.router[...] + bias(self.router_bias)
     probs = jnp.exp(logits) / jnp.exp(logits).sum(axis=-1, keepdims=True)
     order = jnp.argsort(-probs, axis=-1)
     choices = [order[..., i] for i in range(c.experts_per_token)]
@@ -42,10 +43,14 @@ def _finish(
     fits = jnp.split(real & (before < room), c.experts_per_token, axis=1)
     balance, whole = jnp.zeros(x.shape[0]), jnp.maximum(weights.sum(axis=1), 1e-9)
     for e in range(c.num_experts):
-        up, down = self.experts.up[e], self.experts.down[e]
-        hidden = jax.nn.silu(y @ self.experts.gate[e]) * (y @ up) if c.activation == "swiglu" else jax.nn.gelu(y @ up)
+        experts = self.experts
+        up = y @ experts.up[e] + bias(experts.up_bias, e)
+        if c.activation == "swiglu":
+            hidden = jax.nn.silu(y @ experts.gate[e] + bias(experts.gate_bias, e)) * up
+        else:
+            hidden = jax.nn.gelu(up)
         part = sum(gate * fit * (i == e) for gate, fit, i in zip(gates, fits, choices, strict=True))
-        x = x + part[..., None] * (hidden @ down)
+        x = x + part[..., None] * (hidden @ experts.down[e] + bias(experts.down_bias, e))
         first, likely = ((weights * w).sum(axis=1) for w in (choices[0] == e, probs[..., e]))
         balance = balance + c.num_experts * first * likely / whole
     aux = {
