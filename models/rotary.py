@@ -22,8 +22,8 @@ def scaled_frequencies(c: DecoderConfig) -> Array:
     `linear` divides them by the factor (Chen et al. 2023, arXiv 2306.15595). `llama3` divides frequencies with fewer
     than `low` turns within the original length and keeps frequencies with more than `high` turns. Between these two it
     interpolates linearly in the number of turns (Llama 3.1, arXiv 2407.21783; its reference code's `apply_scaling`).
-    `yarn` interpolates linearly in the number of the dim, between these two or the whole dims around them (Peng et al.
-    2023, arXiv 2309.00071, section 3.2 and its reference code).
+    `yarn` interpolates linearly in the dim's index, between the dims of `high` and `low` turns, rounded outwards with
+    `rotary_truncate` (Peng et al. 2023, arXiv 2309.00071, section 3.2 and its reference code).
     """
     whole = rotary_frequencies(c.head_size, c.rotary_base)
     if c.rotary_scaling == "none":

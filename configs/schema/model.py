@@ -167,7 +167,7 @@ class DecoderConfig(TransformerConfig):
     rotary_high: float = key(4.0, "llama3, yarn: keep frequencies of more turns (YaRN: 32)", above=0, below=math.inf)
     rotary_original_len: int = key(8192, "llama3, yarn: longest sequence before the scaling", least=1, unit="tokens")
     rotary_attention: float = key(1.0, "yarn: factor of rotated queries and keys", above=0, below=math.inf)
-    rotary_truncate: bool = key(True, "yarn: interpolate between whole dims (gpt-oss: False)")
+    rotary_truncate: bool = key(True, "yarn: round the interpolated range to whole dims (gpt-oss: False)")
     window: int = key(0, "positions that a token attends to, with its own; 0: all", least=0, unit="tokens")
     global_every: int = key(0, "with window: every n-th layer attends to all positions; 0: none", least=0)
     rotary_local_base: float = key(
@@ -177,7 +177,9 @@ class DecoderConfig(TransformerConfig):
     qk_norm_whole: bool = key(False, "norms of all queries and all keys of a token (OLMoE)")
     query_scalar: int = key(0, "divide attention scores by its square root; 0: the size of a head", least=0)
     attention_cap: float = key(0.0, "attention scores s become cap tanh(s / cap); 0: no cap", least=0)
-    attention_sinks: bool = key(False, "a learned score per head, with no value, in attention's softmax (gpt-oss)")
+    attention_sinks: bool = key(
+        False, "an extra learned score per head in attention's softmax, without a value (gpt-oss)"
+    )
     logit_cap: float = key(0.0, "the same for logits", least=0)
     norm: str = key(
         "rms", "LayerNorm, RMSNorm, or RMSNorm with scales added to 1 (Gemma)", choices=("layer", "rms", "rms_1p")
