@@ -320,7 +320,8 @@ LINES: list[tuple[Any, str]] = [  # a line, and what an error says of it; "" for
     ({"prompt": "x", "messages": [user("a"), answer("b")]}, ""),
     ({"messages": [user("hello"), answer("b", reasoning_content="r")]}, ""),
     ("\ufeff" + json.dumps({"prompt": "a", "answer": "b"}), ""),
-    ("{", ": it is not JSON: "),
+    ("{", ": it is not JSON lines, because an object continues on the next line; write one document per line; mend"),
+    ("nonsense", ": it is not JSON: Expecting value"),
     ("[1]", ": it is not a JSON object, but of type list: write an object on each line; mend or remove it, or raise "),
     (json.dumps({"prompt": "a", "answer": "b"}).encode("utf-16"), ": it is not JSON: it is not UTF-8"),
     (
