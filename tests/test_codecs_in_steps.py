@@ -164,11 +164,11 @@ CASES = {  # the model, the bits of gathers and of the group reduce-scatter, and
     "zero++, bfloat16": ("decoder", {}, dict(inter=4, intra=4), ZERO_PLUS_PLUS),
     "mics(4), bfloat16": ("decoder", {}, INTRA_INT8, dict(strategy="mics", partition_size=4)),
 }
-QUICK, OFTEN = "zero++", "zero3, flat, not pipelined"  # the second one in test-all
+OFTEN = "zero++", "zero3, flat, not pipelined"  # in test-all
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks={QUICK: (), OFTEN: SLOW}.get(n, pytest.mark.slow)) for n in CASES]
+    "name", [pytest.param(name, marks=SLOW if name in OFTEN else pytest.mark.slow) for name in CASES]
 )
 def test_gradients_are_those_of_numpy(name: str) -> None:
     """Each layer is encoded in separate blocks; the group reduce-scatter's codec loses far more than the error.

@@ -104,7 +104,8 @@ def test_a_loss_equals_numpys_with_the_same_masks(kind: str, style: dict[str, An
         np.testing.assert_allclose(loss(values, batch | more), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("remat", ["full", *(pytest.param(other, marks=SLOW) for other in ("attention", "offload"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "attention", "offload"])
 def test_layers_that_are_computed_again_have_the_same_masks(remat: str) -> None:
     kind, results = "decoder" + DROPOUT, []
     for policy in (remat, "none"):

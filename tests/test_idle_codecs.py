@@ -46,7 +46,7 @@ def stepper(plan: ShardingPlan, chain: optax.GradientTransformation) -> Any:
 @pytest.mark.parametrize(
     ("method", "late", "per_node"),
     [
-        ("int8", True, 4),  # two replicas in the one node
+        pytest.param("int8", True, 4, marks=SLOW),  # two replicas in the one node
         pytest.param("int8", False, 2, marks=SLOW),  # one replica
         pytest.param("power_sgd", False, 2, marks=SLOW),
         pytest.param("power_sgd", True, 4, marks=SLOW),

@@ -63,7 +63,7 @@ def train(layout: str, settings: LocalSGDConfig, kind: str = "decoder") -> tuple
 @pytest.mark.parametrize(
     ("layout", "outer", "kind"),
     [
-        ("mics(2)", "diloco", "decoder"),
+        pytest.param("mics(2)", "diloco", "decoder", marks=SLOW),
         pytest.param("mics(2)", "diloco", f"{LORA}nf4", marks=SLOW),
         pytest.param("ddp", "mean", "decoder", marks=pytest.mark.slow),
     ],

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support import workload
 from support.hugging_face_reference import FOLDER
-from support.suite import sampled
+from support.suite import SLOW, sampled
 from support.tables import every_row
 from support.workload import LORA
 
@@ -66,7 +66,9 @@ def check_losses(base: str, how: dict) -> None:
     jax.tree.map(np.testing.assert_array_equal, frozen, state.frozen)
 
 
-@pytest.mark.parametrize(("base", "codec"), [pytest.param("compute", None, marks=pytest.mark.slow), ("nf4", INT8)])
+@pytest.mark.parametrize(
+    ("base", "codec"), [pytest.param("compute", None, marks=pytest.mark.slow), pytest.param("nf4", INT8, marks=SLOW)]
+)
 def test_adapters_alone_cross_nodes_and_the_base_travels_as_it_is_stored(base: str, codec: Codec | None) -> None:
     """Groups of a node: of formulas and of docs/concepts.md, in the compiled program; the rest are a few scalars.
 

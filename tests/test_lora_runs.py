@@ -33,6 +33,7 @@ def train(workdir: Path, hooks: Any = (), **changes: Any) -> int:
     return run_here(*flags("llama", **LORA | changes), f"--workdir={workdir}", hooks=hooks)
 
 
+@pytest.mark.slow
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 3 steps, with checkpoints of the last two and its adapters in PEFT's layout next to it."""

@@ -22,9 +22,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "style"), [pytest.param(*case, marks=() if case[1] is workload.FLAGS else SLOW) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "style"), CASES)
 def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> None:
     """Logits, loss and gradients, against runs of the model on each document by itself."""
     model = small(kind, **style)

@@ -27,7 +27,7 @@ def seen(segments_BT: Array | None, window: int, *, causal: bool) -> Array:
     [
         (True, 0, 0.0, False),
         (True, 40, 5.0, True),
-        (False, 0, 0.0, True),
+        pytest.param(False, 0, 0.0, True, marks=SLOW),
         pytest.param(False, 0, 0.0, False, marks=SLOW),
     ],
 )

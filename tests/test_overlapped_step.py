@@ -161,7 +161,8 @@ def test_delayed_beside_the_micro_steps(kind: str, strategy: str, accumulation: 
     assert -16 <= more <= filling + 64  # XLA combines a few scalars with it
 
 
-@pytest.mark.parametrize(("late", "pieces"), [pytest.param(False, 1, marks=SLOW), (True, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("late", "pieces"), [(False, 1), (True, 2)])
 def test_every_exchange_draws_its_own_random_numbers(late: bool, pieces: int) -> None:
     """Each group, layer and step has a separate key, and delayed each piece: rounding errors must not add up."""
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])

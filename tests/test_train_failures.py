@@ -17,6 +17,7 @@ from runtime.files import run_directory
 from runtime.heartbeat import is_of_a_link
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorBoard's file stays open
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [20_000, 100])

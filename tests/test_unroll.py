@@ -1,7 +1,6 @@
 """Layers that the program has one after the other: the same steps as in a loop, and no stacks of what is kept."""
 
 import pytest
-from support.suite import SLOW
 from support.three_steps import SMALL, STEPS, assert_equal_steps, three_steps
 
 from configs import base, quickstart
@@ -15,9 +14,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=SLOW if case != "ddp, nothing again" else ()) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_a_loop(case: str) -> None:
     wanted, found = (three_steps(CASES[case] | {"model.unroll": unroll}) for unroll in (False, True))
     assert_equal_steps(found, wanted, 1e-5)

@@ -22,10 +22,10 @@ ALL += [(BATCH_NORM, "hsdp", {"two_hop": False}), ("vit", "hsdp", {"tensor": 2})
 ALL += [("vit", "hsdp", {"overlap": True}), ("vit", "mics4", {"gather": "node", "overlap": True})]
 ALL += [("resnet", "zero2", {"two_hop": False}), ("resnet", "node-node-all", {"gather": "step"})]
 ALL += [("resnet", "hsdp", {"partitioner": "auto"})]
-MORE = [(BATCH_NORM, "zero3", {}), ("vit", "mics4", {})]  # in test-all
-QUICK = [("resnet", "mics4", {"rows": 13, "gather": "node"})]
-CASES = [*QUICK, *(pytest.param(*case, marks=SLOW) for case in MORE)]
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK + MORE]
+# in test-all
+MORE = [(BATCH_NORM, "zero3", {}), ("vit", "mics4", {}), ("resnet", "mics4", {"rows": 13, "gather": "node"})]
+CASES = [pytest.param(*case, marks=SLOW) for case in MORE]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in MORE]
 
 
 @pytest.mark.parametrize(("kind", "strategy", "how"), CASES)
