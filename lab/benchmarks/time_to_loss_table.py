@@ -11,6 +11,7 @@ from functools import partial
 from statistics import fmean, median
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from configs.losses import WITHIN
 from lab.benchmarks.names import on_pages
@@ -50,8 +51,7 @@ def joined(lines: Sequence[Line], methods: Mapping[str, Method] = METHODS) -> di
         means_s: dict[str, dict[tuple[str, int], float]] = {}
         for line in timed:
             for rate, measured in line["links"].items():
-                latency = line.get("latency", NO_LATENCY)
-                link = rate if latency == NO_LATENCY else f"{rate}, {latency}"
+                link = rate if line["latency"] == NO_LATENCY else f"{rate}, {line['latency']}"
                 means_s.setdefault(link, {})[turn_of(line)] = fmean(measured["step_times_s"])
         sent = [link["sent_bytes"] for line in timed for link in line["links"].values()]
         found[name] = Joined(
@@ -277,6 +277,9 @@ def picture(lines: Sequence[Line]) -> Figure:
             seed = min(found[DENSE].curves)
             axes.axhline(WITHIN * found[DENSE].curves[seed][1][-1], color=INK, linewidth=0.8, linestyle=":")
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_title(rate_in_words(rate), fontsize=10, color=INK)
         axes.set_xlabel("seconds of training")
         axes.set_ylabel("validation loss")
