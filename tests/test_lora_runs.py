@@ -33,7 +33,6 @@ def train(workdir: Path, hooks: Any = (), **changes: Any) -> int:
     return run_here(*flags("llama", **LORA | changes), f"--workdir={workdir}", hooks=hooks)
 
 
-@pytest.mark.slow
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 3 steps, with checkpoints of the last two and its adapters in PEFT's layout next to it."""
@@ -43,6 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
+@pytest.mark.slow
 def test_new_adapters_change_nothing_at_first_and_only_they_are_kept(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,6 @@ def test_bad_workdir_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert file.read_text() == "precious"
 
 
-@pytest.mark.slow
 def test_workdir_unfit_for_checkpoints_is_rejected(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,6 +53,7 @@ def test_workdir_unfit_for_checkpoints_is_rejected(
     )
 
 
+@pytest.mark.slow
 def test_unwritable_workdir_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

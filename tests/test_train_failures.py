@@ -17,7 +17,6 @@ from runtime.files import run_directory
 from runtime.heartbeat import is_of_a_link
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorBoard's file stays open
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [20_000, 100])
@@ -50,6 +49,7 @@ def test_full_disk_ends_the_run_with_one_line(tmp_path: Path, room: int, capsys:
     gc.collect()  # writes of the failed save that nobody awaited: else the next test would hear of them
 
 
+@pytest.mark.slow
 def test_a_deleted_workdir_is_noticed_at_the_next_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The state is saved there again, so the same command continues."""
     undisturbed, workdir = tmp_path / "undisturbed", tmp_path / "run"
